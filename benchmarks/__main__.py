@@ -13,22 +13,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 TIMES = {  # roughly, on two cores of a server; in brackets what it needs besides
-    "attention_ffn": "an hour",
     "disaggregation": "minutes",
     "evaluation": "hours; what has finished is kept",
-    "fidelity": "a quarter of an hour (extra `cpu`)",
+    "fidelity": "a minute a kind of schedule (extra `cpu`)",
     "gateway": "7 minutes (21,000 open files)",
     "gpu": "10 minutes (a GPU of 80 GB; a minute with `--dry-run`)",
     "joins": "minutes (extra `cpu`)",
-    "kv_tiers": "a minute",
-    "lending.fidelity": "minutes (extra `cpu`, recorded requests)",
-    "lending.gpu": "6 minutes (one H100 or H200)",
-    "lending.memory": "a minute (extra `cpu`)",
-    "lending.pair": "minutes (extra `cpu`, recorded requests)",
-    "lending.plan": "minutes",
-    "lending.rules": "minutes (recorded requests)",
-    "lending.run": "a quarter of an hour (extra `cpu`)",
-    "lending.token": "minutes (extra `cpu`)",
+    "lending": "6 minutes (one H100 or H200; as long with `--cpu`)",
+    "lending_rules": "minutes (recorded requests)",
     "models": "a minute",
     "plan_check": "half an hour (compiled core)",
     "planning": "minutes",
@@ -36,7 +28,6 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "public": "a minute",
     "rendezvous": "a minute (extra `cpu`)",
     "role_changes": "minutes (extra `cpu`)",
-    "rollout_pairs": "an hour",
     "rollout_price": "an hour",
     "routing_plans": "minutes",
     "routing_speed": "minutes",
@@ -46,7 +37,6 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "tracking": "a quarter of an hour",
     "watching": "seconds (extra `otel`)",
     "weights": "minutes (extra `cpu`)",
-    "workloads": "a minute",
 }
 
 

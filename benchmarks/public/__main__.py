@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.public.memory import memory_group
 from benchmarks.public.parameters import parameters_group
-from benchmarks.public.training import training_group
+from benchmarks.public.training import training_groups
 from benchmarks.rows import report, write_rows
 
 DATA = Path(__file__).parents[2] / "../shared/data/public"
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file, a JSON line each")
     given = parser.parse_args()
     console = Console()
-    groups = [training_group()]
+    groups = training_groups()
     for folder, read in (("memory", memory_group), ("models", parameters_group)):
         if (given.data / folder).is_dir():
             groups.append(read(given.data / folder))

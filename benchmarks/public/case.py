@@ -67,7 +67,7 @@ class CaseGroup:
         console.print(table)
 
     def rows(self) -> list[Row]:
-        """The errors in percent, then their mean and the number that is refused."""
+        """The errors in percent, then their mean, and how many are within their bars and refused."""
         found = [
             Row(
                 f"{self.name}: {case.name}",
@@ -81,9 +81,11 @@ class CaseGroup:
             if case.error is not None
         ]
         refused = sum(case.error is None for case in self.cases)
+        within, number = sum(case.met for case in self.cases), len(self.cases)
         if found:
             mean = self.mean_error
             goal = None if self.mean_bar is None else f"at most {self.mean_bar:.0%}"
             met = None if self.mean_bar is None else mean <= self.mean_bar
             found.append(Row(self.name, "mean absolute error", 100 * mean, "%", goal, met))
+        found.append(Row(self.name, "within their bars", within, f"of {number}", "all", within == number))
         return [*found, Row(self.name, "refused", refused, "cases", "none", refused == 0)]

@@ -1,8 +1,6 @@
 """A run under random faults for some minutes, and whether everything held.
 
     python -m benchmarks.soak --minutes 20 --seed 0
-    python -m benchmarks.soak --lending servers --minutes 20 --seed 0
-    python -m benchmarks.soak --lending agents --minutes 20 --seed 0
 
 or attacks on what Libra reads and where it listens, each figure with its goal:
 
@@ -32,11 +30,10 @@ from rich.table import Table
 from benchmarks.command import command_line
 from benchmarks.soak.attack import findings
 from benchmarks.soak.attack.attacks import ATTACKS, FULL, QUICK, attack
-from benchmarks.soak.faults import AGENTS_DECK, DECK, LENDING_DECK, schedule
-from benchmarks.soak.soaking import CONFIG, LENDING_CONFIG, Soak, Soaked, SoakError
+from benchmarks.soak.faults import schedule
+from benchmarks.soak.soaking import Soak, Soaked, SoakError
 from libra.backends.machine import hardware_name
 
-DECKS = {None: DECK, "servers": LENDING_DECK, "agents": AGENTS_DECK}
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -44,13 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("soak", __doc__, quick="attack with a tenth and less of everything")
     parser.add_argument("--minutes", type=float, default=20.0, help="of faults; then the run ends (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
-    parser.add_argument(
-        "--lending",
-        choices=("servers", "agents"),
-        nargs="?",
-        const="servers",
-        help="a run that borrows: from servers of its own (the default), or from agents beside somebody's",
-    )
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two faults (default: 4)")
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
     parser.add_argument("--save", action="store_true", help=f"write it to {RESULTS.name}/soak-<date>.jsonl as well")
@@ -75,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(options, "attack-", [_head(options), *findings.lines(found)])
         return 0 if all(it.held is not False for it in found) else 1
     try:
-        faults = schedule(options.seed, options.pause, DECKS[options.lending])
-        config, owners = LENDING_CONFIG if options.lending else CONFIG, 2 if options.lending == "agents" else 0
-        soaked = Soak(options.directory, say, config, owners=owners).run(faults, 60 * options.minutes)
+        soaked = Soak(options.directory, say).run(schedule(options.seed, options.pause), 60 * options.minutes)
     except SoakError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
@@ -87,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(make_table(soaked))
     for table in (faults_table(soaked), recoveries_table(soaked)):
         console.print(table)
-    _write(options, f"{options.lending}-" if options.lending else "", result(soaked, options))
+    _write(options, "", result(soaked, options))
     return 0 if soaked.held else 1
 
 
@@ -147,8 +135,7 @@ def _head(options: argparse.Namespace) -> dict[str, Any]:
         words = " ".join(("--attack", *options.attack, *(("--quick",) if options.quick else ())))
         words += f" --seed {options.seed}"
     else:
-        lending = f"--lending {options.lending} " if options.lending else ""
-        words = f"{lending}--minutes {options.minutes:g} --seed {options.seed} --pause {options.pause:g}"
+        words = f"--minutes {options.minutes:g} --seed {options.seed} --pause {options.pause:g}"
     return {
         "command": f"python -m benchmarks.soak {words}",
         "date": str(date.today()),

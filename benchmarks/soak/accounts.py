@@ -43,7 +43,6 @@ class Sizes:
     groups: int  # in a batch
     samples: int  # in a group
     staleness: int
-    lent: bool = False  # engines on lent devices generate, too, which take new weights at a pace of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def accounts(directory: Path, kept: Path, sizes: Sizes) -> Iterator[Check]:
     )
     yield checked(
         "tokens are of versions between the start of their group and its step",
-        _versions(story, sizes.lent),
+        _versions(story),
         f"{sum(len(episode['tokens']) for episode in story.episodes.values()):,} tokens",
     )
     yield checked("the journal is consistent", journal_wrong(journal, sizes.steps), f"{len(journal):,} entries")
@@ -199,14 +198,14 @@ def _recorded(trajectories: Sequence[Row], story: Story) -> Iterator[str]:
             yield f"{row['id']} has another reward or other turns than the episode"
 
 
-def _versions(story: Story, lent: bool) -> Iterator[str]:
+def _versions(story: Story) -> Iterator[str]:
     made = {group: version for version, groups in story.taken.items() for group in groups}
     for (group, index), episode in story.episodes.items():
         generated = [version for version in episode["versions"] if version >= 0]
         low, high = story.started.get(group, 0), made.get(group, math.inf) - 1
         if not low <= min(generated) <= max(generated) <= high:
             yield f"episode {(group, index)} has tokens of {min(generated)} to {max(generated)}, not {low} to {high}"
-        if generated != sorted(generated) and not lent:  # all of a run's own engines load a version at once
+        if generated != sorted(generated):  # all engines load a version at once
             yield f"episode {(group, index)} goes back to older weights"
         lengths = {len(episode[key]) for key in ("tokens", "generated", "logprobs", "versions")}
         if len(lengths) != 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.soak.accounts import Check, checked
-from benchmarks.soak.faults import ENDING, HARMLESS, IN_GRANT, OWNED, Kind
+from benchmarks.soak.faults import ENDING, HARMLESS, Kind
 from benchmarks.soak.processes import Sample
 from benchmarks.soak.storm import Struck
 from benchmarks.soak.written import Row
@@ -26,7 +26,6 @@ _STATUS: Mapping[Kind | None, int] = {
     Kind.KILL_FORK_SERVER: 1,
 }
 
-_GOES = 30.0  # seconds after a fault of its agent in which an engine that is lent may be lost
 _FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
 _SETTLED = 20.0  # seconds with all workers, after which a controller holds what it needs
 _LONG = 60.0  # seconds of a session in which growth shows
@@ -81,8 +80,6 @@ def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[See
 def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[str]]:
     fatal = {(entry.session, entry.worker, entry.pid) for entry in struck if entry.kind not in HARMLESS}
     ended = {entry.session: entry.time for entry in struck if entry.kind in (Kind.KILL_FORK_SERVER, Kind.KILL_CORES)}
-    # An engine behind an agent goes away with the agent, and with the weights that it is sent.
-    owned = [entry for entry in struck if entry.kind in OWNED | IN_GRANT]
     pids: dict[str, int] = {}
     lost, unexplained = 0, []
     for entry in seen:
@@ -91,10 +88,7 @@ def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[s
             pids[row["worker"]] = row["pid"]
         elif row["kind"] == "lost":
             lost += 1
-            known = (entry.session, row["worker"], pids[row["worker"]]) in fatal or (
-                row["worker"].startswith("lent-")
-                and any(it.time <= entry.time <= it.time + it.seconds + _GOES for it in owned)
-            )
+            known = (entry.session, row["worker"], pids[row["worker"]]) in fatal
             if not known and entry.time < ended.get(entry.session, float("inf")):
                 unexplained.append(f"{row['worker']} in session {entry.session}: {row['why']}")
     return lost, unexplained

@@ -51,6 +51,6 @@ def test_a_short_soak(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPat
     assert Kind.KILL_ENGINE in struck and len(struck) >= 3
     assert soaked.sessions == 2
     assert {recovery.name for recovery in soaked.recoveries} >= {"killed engine: its turns are given to others"}
-    kept, *found = result(soaked, Namespace(attack=None, lending=None, minutes=1.0, seed=0, pause=4.0))
+    kept, *found = result(soaked, Namespace(attack=None, minutes=1.0, seed=0, pause=4.0))
     assert len(json.loads(json.dumps(found))) == len(soaked.checks) + len(soaked.recoveries)
     assert kept["held"] and sum(kept["faults"].values()) == len(soaked.struck)

@@ -286,7 +286,7 @@ def _answered(port: int, asked: bytes) -> Ask:
 
 def _follow(port: int, token: str) -> Ask:
     from libra.backends.weights.grid import Grid
-    from libra.backends.weights.wire import Hello, Welcome, pack, receive, runs
+    from libra.lend.weights.wire import Hello, Welcome, pack, receive, runs
 
     grid = Grid(1 << 22, "bfloat16")
     nothing, everything = runs(np.full(len(grid), -1)), runs(np.ones(len(grid), np.bool_))

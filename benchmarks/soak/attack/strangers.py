@@ -22,9 +22,9 @@ import msgspec
 from benchmarks.soak.attack.findings import Finding, none, not_run
 from benchmarks.soak.attack.servers import Server, emulate, route, started
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.wire import Hello, pack
 from libra.lend.backend.device_page import LendingError
 from libra.lend.backend.serving_token import ServingToken
+from libra.lend.weights.wire import Hello, pack
 
 ATTACK = "another user"
 _STRANGER = 65_534

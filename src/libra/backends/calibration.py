@@ -147,8 +147,7 @@ class _Bench:
 
     def seconds(self, call: Callable[[], object], calls: int) -> list[float]:
         """Seconds of each of `calls` calls in sequence, once for every repeat. On CUDA the calls are one graph, as in
-        an engine's decode, so gaps between kernels are the device's.
-        """
+        an engine's decode, so gaps between kernels are the device's."""
         if self.device.type == "cuda":
             aside = torch.cuda.Stream(self.device)
             aside.wait_stream(torch.cuda.current_stream(self.device))

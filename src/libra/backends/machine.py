@@ -80,8 +80,7 @@ def served_dtype(precision: Precision) -> Dtype:
 
 def probe(kind: str | None = None) -> Bf16Speed:
     """Speed of `kind`, "cuda" or "cpu"; the CPU is measured for tenths of a second. None: the GPU, or the CPU where
-    there is none.
-    """
+    there is none."""
     import torch
 
     if (kind or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
@@ -114,8 +113,7 @@ def cpu_limits(environment: Mapping[str, str]) -> str:
 
 def _relative_seconds() -> float:
     """Time of a linear layer's three products in bf16, relative to fp32: the least of a few alternating runs. The
-    products are forward and the gradients of input and weight; their kernels differ by a factor of ten.
-    """
+    products are forward and the gradients of input and weight; their kernels differ by a factor of ten."""
     import torch
 
     pairs = [[torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in "xw"] for dtype in (torch.bfloat16, torch.float32)]

@@ -57,8 +57,7 @@ class StepResult:
 class Trainer(Protocol):
     """The training side as one unit: replicas that share each step. Core replicas stay for the whole run, hybrid ones
     join and leave. A verb drops a replica that is lost meanwhile and continues without it. Every verb that takes time
-    raises `CoreLostError` when no core replica is left.
-    """
+    raises `CoreLostError` when no core replica is left."""
 
     @property
     def boundary(self) -> asyncio.Lock:
@@ -98,14 +97,12 @@ class Trainer(Protocol):
 
     async def join(self, replica: Handle, core: bool = False) -> float:
         """Admit a started replica, which contributes from the next step on; returns the seconds that a step waited for
-        it. Raises `JoinError` when it cannot join, and `WorkerLostError` when it is lost; its process is then ended.
-        """
+        it. Raises `JoinError` when it cannot join, and `WorkerLostError` when it is lost; its process is then ended."""
         ...
 
     async def leave(self, name: str) -> Handle:
         """Release a hybrid replica at a step boundary; returns it, still running. Raises `WorkerLostError` when it is
-        lost before.
-        """
+        lost before."""
         ...
 
     async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
@@ -119,8 +116,7 @@ class Trainer(Protocol):
 
     async def save(self, directory: Path, optimiser: bool) -> None:
         """Write the weights in Hugging Face layout, with or without the state of the optimiser. Raises `DiskError`,
-        without leaving part of a file.
-        """
+        without leaving part of a file."""
         ...
 
 
@@ -204,8 +200,7 @@ class Engine(Protocol):
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
         """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they arrive, all
-        of them before this returns or raises.
-        """
+        of them before this returns or raises."""
         ...
 
     def interrupt(self, turn: str) -> None:
@@ -222,8 +217,7 @@ class Engine(Protocol):
 
     def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
         """Done when the KV of a transfer, which a coming request uses, is no longer needed; None if the engine is lost
-        first.
-        """
+        first."""
         ...
 
     async def load(self, order: LoadWeights) -> float:
@@ -232,8 +226,7 @@ class Engine(Protocol):
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
         """Give an order to measure, and wait for its answer, `deadline` seconds at most. Raises `WorkerFailedError`
-        when the engine reports that it cannot, and `TimeoutError`, after which it is lost.
-        """
+        when the engine reports that it cannot, and `TimeoutError`, after which it is lost."""
         ...
 
     def declare_lost(self, why: str) -> None:
@@ -246,8 +239,7 @@ class Engine(Protocol):
 
     async def vacate(self, deadline: float) -> None:
         """Stop all turns now, for other engines to continue, and wait until the KV that they need is saved, `deadline`
-        seconds at most.
-        """
+        seconds at most."""
         ...
 
     async def stop(self) -> None:

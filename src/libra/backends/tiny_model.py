@@ -22,8 +22,7 @@ _VOCABULARY_MULTIPLE = 32  # rows of the embedding: a width that vector units li
 
 
 def write_tiny_model(directory: Path, shape: ModelConfig, alphabet: str, longest_context: int) -> None:
-    """`config.json` and `tokenizer.json`. Input and output embeddings are untied: vLLM's CPU backend keeps a packed
-    copy of a tied output layer, which a weight update would leave behind."""
+    """`config.json` and `tokenizer.json`. Input and output embeddings are untied."""
     directory.mkdir(parents=True, exist_ok=True)
     tokens = [*_SPECIAL, *dict.fromkeys(alphabet)]
     size = -(-len(tokens) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE

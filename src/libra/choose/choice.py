@@ -96,8 +96,7 @@ def choose_plan(
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
     """The simplest plan not clearly slower than the fastest; of equally simple ones the fastest. A plan with several
-    engine sizes must be clearly faster, as it depends on its router.
-    """
+    engine sizes must be clearly faster, as it depends on its router."""
     order = standings.finalists
     return min(standings.equals, key=lambda it: (kinds[it].simplicity, order.index(it)))
 

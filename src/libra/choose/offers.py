@@ -108,8 +108,7 @@ def compare_offers(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Plan for each cluster by prediction, then simulate the cheapest and the fastest until both are simulated offers:
-    a simulated step may be longer or shorter than predicted, and then another offer may come first.
-    """
+    a simulated step may be longer or shorter than predicted, and then another offer may come first."""
     offers = []
     for number, cluster in enumerate(clusters, start=1):
         tell(f"planning for {cluster.devices} {cluster.nodes[0].name}: {number} of {len(clusters)}")

@@ -89,8 +89,7 @@ def _by_class(
     result: SimulationResult, classes: Sequence[TrajectoryClass], limits: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """[class] tokens generated after the first return in the own bucket or a longer one; the total of such tokens; and
-    trajectories.
-    """
+    trajectories."""
     columns = result.requests
     final = np.zeros(len(columns.trajectories), dtype=np.int64)
     np.maximum.at(final, columns.trajectory, columns.prompt + columns.generated)

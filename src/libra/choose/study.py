@@ -120,8 +120,7 @@ def compare_policies(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Study:
     """Run each policy with each seed, `jobs` runs at a time. Raises ValueError like `Subject.run`, and if a policy is
-    unknown or named twice.
-    """
+    unknown or named twice."""
     twice = next((it for it in policies if list(policies).count(it) > 1), None)
     if twice is not None:
         raise ValueError(f"{twice} is compared with itself; name each policy once")

@@ -17,8 +17,7 @@ _MARK = "LIBRA_ALLOCATOR_CHOSEN"  # what ends the second start: an isolated inte
 
 def use_system_allocator(verb: str | None) -> None:
     """Restart this process with the C library's allocator if `verb` runs for long. Does nothing if the user chose an
-    allocator or the development mode, or if the system is not Linux.
-    """
+    allocator or the development mode, or if the system is not Linux."""
     if os.environ.pop(_MARK, None):
         del os.environ[_CHOICE]  # processes that this one starts choose for themselves
         return

@@ -25,8 +25,7 @@ T = TypeVar("T")
 
 def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> None:
     """Raise ValueError if an output cannot be written or made, is the same file as one of `reads` or another output, or
-    is `-` (standard output). Commands that can write to standard output handle `-` themselves.
-    """
+    is `-` (standard output). Commands that can write to standard output handle `-` themselves."""
     taken = {os.path.realpath(path): f"{path}, which is read" for path in reads if path is not None and path.is_file()}
     for path in outputs:
         if path is None:

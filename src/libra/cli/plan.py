@@ -90,7 +90,7 @@ def plan(
         typer.Option(
             "--for",
             metavar="NAME",
-            help="Plan only what this framework can do, such as verl, slime, prime-rl or trl (as in libra export).",
+            help="Plan only what this framework can do, such as verl, slime or trl (as in libra export), or libra run.",
         ),
     ] = None,
     simulate_for: Annotated[

@@ -59,6 +59,7 @@ _MEGATRON = TrainingFamily("Megatron", tensor=True, pipeline=True, context=True,
 _FSDP = TrainingFamily("FSDP", context=True, shardings=("zero2", "zero3"))
 
 UNRESTRICTED = Framework("", pairs=True, engines_over_nodes=True)
+OWN = Framework("libra", families=(TrainingFamily("FSDP", shardings=("zero3",)),))  # what `libra run` carries out
 
 _SLIME = Framework(
     "slime",
@@ -131,6 +132,7 @@ def framework_named(name: str | None) -> Framework:
     """The framework of this name; `UNRESTRICTED` for None. Raises ValueError that names the nearest known one."""
     if name is None:
         return UNRESTRICTED
-    if name not in FRAMEWORKS:
-        raise ValueError(unknown("framework", name, FRAMEWORKS))
-    return FRAMEWORKS[name]
+    known = {**FRAMEWORKS, OWN.name: OWN}
+    if name not in known:
+        raise ValueError(unknown("framework", name, known))
+    return known[name]

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
 def line_problem(problem: ErrorDetails) -> str:
     """Describe an error of pydantic: the field at fault, if any, and the fault. Pydantic counts lines within its input,
-    here always 1 or 2, so the line number is left out.
-    """
+    here always 1 or 2, so the line number is left out."""
     field = ".".join(str(part) for part in problem["loc"])
     match problem["type"]:
         case "json_invalid":

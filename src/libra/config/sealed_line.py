@@ -32,8 +32,7 @@ def unsealed(line: bytes, after: bytes = b"") -> bytes:
 
 def opened(line: str | bytes) -> str | bytes:
     """The line without its checksum and newline; unchanged without a checksum, as in logs of other systems. Raises
-    `ValueError` if the checksum is wrong.
-    """
+    `ValueError` if the checksum is wrong."""
     text = line.encode(errors="surrogatepass") if isinstance(line, str) else line
     if not text.startswith(_HEAD):
         return line

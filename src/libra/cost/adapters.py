@@ -57,6 +57,7 @@ def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:
         states=share * (whole.states + whole.weights),
         compute=whole.compute,
         trained=share,
+        copies=whole.copies,
     )
 
 

@@ -139,8 +139,7 @@ def expert_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization
 
 def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
     """Bytes that each of `ranks` devices needs if they divide the experts and have nothing else. `tokens` tokens of all
-    attention ranks arrive; they take memory for themselves and an MLP's vectors, as in `held_bytes`.
-    """
+    attention ranks arrive; they take memory for themselves and an MLP's vectors, as in `held_bytes`."""
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks

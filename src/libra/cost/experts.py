@@ -34,8 +34,7 @@ class Balancing:
 
     def moves(self, iteration: int) -> int:
         """Number of moves of experts before `iteration`, which counts from 0. vLLM starts its count at three quarters
-        of an interval.
-        """
+        of an interval."""
         return (iteration + self._ahead) // self.step_interval
 
     def moved_at(self, moves: int) -> int:

@@ -97,8 +97,7 @@ class Quantization:
 
     def tp_refusal(self, model: ModelSpec, tp: int, routed: bool = True) -> str | None:
         """Reason why `tp` devices cannot divide weights stored in square blocks that share a scale; None if they can.
-        Without `routed`, whole experts are on other devices.
-        """
+        Without `routed`, whole experts are on other devices."""
         stored = self.weights(model)
         block, own = stored.block, {it.kind for it in stored.own}
         if not block:

@@ -30,8 +30,7 @@ class Packed:
 
     def of_rank(self, ranks: int, count: int) -> tuple[Array, Array]:
         """Tokens and keys of the `count` micro-batches that one of `ranks` ranks gets when they are dealt in turn. The
-        lightest are at both ends, where a pipeline fills and drains.
-        """
+        lightest are at both ends, where a pipeline fills and drains."""
         position = (np.arange(count) + 0.5) * ranks
         kind = np.minimum(np.searchsorted(np.cumsum(self.repeats), position), len(self.repeats) - 1)
         heaviest_first = kind[np.argsort(-self.keys[kind], kind="stable")]

@@ -130,6 +130,7 @@ def memory_columns(
     ranks = table.dp * table.cp
     whole, divided = parameters.total, parameters.dense / ranks + parameters.experts / table.expert_copies
     weights = state.weights * np.where(table.sharding == _ZERO3, divided, whole)
+    copied = np.where(table.sharding == _ZERO3, 0.0, state.copies * whole)  # fully sharded, of what is gathered alone
     gradients = state.gradients * np.where(table.sharding >= _ZERO2, divided, whole)
 
     tokens = np.maximum(table.micro_tokens, longest) / table.cp
@@ -171,7 +172,7 @@ def memory_columns(
 
     # Full sharding gathers one unit ahead and holds a unit's whole gradient until it is reduced.
     unit = np.maximum(parameters.layer, parameters.embedding)
-    gathered = state.weights * (unit + parameters.layer) + state.gradients * unit
+    gathered = state.weights * (unit + parameters.layer) + (state.gradients + state.copies) * unit
     reduced = state.gradients * unit
     workspace = np.where(table.sharding == _ZERO3, gathered, np.where(table.sharding == _ZERO2, reduced, 0.0))
     # The reference is stored like the weights. Offloaded, it comes while there are no gradients, into their room.
@@ -182,7 +183,7 @@ def memory_columns(
         "offloaded": np.maximum(0.0, weights - gradients),
     }[reference]
     return {
-        "weights": weights + towers,
+        "weights": weights + copied + towers,
         "gradients": gradients,
         "optimiser": state.states * divided,
         "activations": np.where(first_is_fuller, first, last),
@@ -229,8 +230,7 @@ def training_memory(
 
 def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
     """Activation bytes of one layer and token on one device: of a layer without recomputation, and of the kept part. If
-    layers differ, bytes are a mean over the mixers of all layers. Among MLPs, those with experts represent all.
-    """
+    layers differ, bytes are a mean over the mixers of all layers. Among MLPs, those with experts represent all."""
     tp, value = table.tp, state.weights
     norms, product = model.hidden * mean_of(model, lambda kind: float(kind.parts)), mlp_width(model)
     heads = mean_of(model, lambda kind: kind.mixer.saved(tp) if kind.mixer else np.zeros_like(tp, dtype=float))
@@ -279,8 +279,7 @@ def mean_of(model: ModelSpec, of: Callable[[LayerKind], Any]) -> Any:
 
 def mlp_width(model: ModelSpec) -> float:
     """Mean width of the product inside an MLP of one token, all its experts together, over all layers. Experts
-    represent the MLPs of layers without them.
-    """
+    represent the MLPs of layers without them."""
     experts = model.experts
     widest = experts.active * experts.intermediate + experts.shared_intermediate if experts else model.intermediate
     absent = model.count(lambda kind: kind.mlp is None)

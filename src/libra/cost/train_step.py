@@ -199,8 +199,7 @@ def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters)
 
 def _seconds_per_token(work: Work) -> tuple[float, float]:
     """Forward and backward seconds of a token, and of a key that a token sees, on one device: the unit of load
-    balancing.
-    """
+    balancing."""
     model, rates = work.model, work.rates.fused or work.rates  # passes grow with tokens as products do
     routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
     linear = (2 + work.state.trained) * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)

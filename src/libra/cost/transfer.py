@@ -120,8 +120,7 @@ HOST_LINK = 25e9  # bytes/s of a device to and from host memory, both ways at a 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
     """Cost of a weight update: `publish` seconds from the optimiser's end until engines have the weights; an engine
-    pauses for `stall` of them.
-    """
+    pauses for `stall` of them."""
 
     publish: float
     stall: float

@@ -34,8 +34,7 @@ EVEN = RunningBatch()  # contexts are alike, and nothing is admitted
 
 def running_batch(classes: Sequence[TrajectoryClass], *, overlapping: bool) -> RunningBatch:
     """A batch of trajectories at random tokens of their generation; each grows evenly from its prompt to its end.
-    Unless batches are `overlapping`, all running trajectories started together and are about equally long.
-    """
+    Unless batches are `overlapping`, all running trajectories started together and are about equally long."""
     generated = sum(cls.share * cls.generated for cls in classes)
     turns = sum(cls.share * cls.turns for cls in classes)
     if not generated or not turns:

@@ -141,8 +141,7 @@ class Calculator:
 
     def _solution(self, expression: str, rng: random.Random) -> list[Span]:
         """The episode of an agent that makes every call, makes occasional mistakes, and calls again after a
-        time-out.
-        """
+        time-out."""
         value = re.match(r"\d+", expression)[0]  # type: ignore[index]
         spans: list[Span] = []
         for operator, right in _TERM.findall(expression):

@@ -67,8 +67,7 @@ class Executor(Generic[Processes]):
 
     def transition(self, wanted: Allocation) -> Transition:
         """Transition from the healthy workers' current duties, if no plan provides one. Raises ValueError if the
-        workers cannot form `wanted`.
-        """
+        workers cannot form `wanted`."""
         return device_transition(self.pool.devices(), self.allocation(), wanted, self._longest)
 
     def watch(self) -> None:
@@ -84,8 +83,7 @@ class Executor(Generic[Processes]):
     async def start(self, wanted: Allocation) -> None:
         """Start the first allocation: a core replica, then all others at once. A worker that is lost meanwhile is
         missing when this returns. The core replica is started again until its slot is retired. Raises the failure of
-        that core replica, and a worker's `WorkerFailedError`, which another process would raise too.
-        """
+        that core replica, and a worker's `WorkerFailedError`, which another process would raise too."""
         moves = device_transition(self.pool.devices(), None, wanted, self._longest).moves
         self._journal.commit(journal.TransitionBegun(wanted, None))
         self._plans = (wanted,)
@@ -101,8 +99,7 @@ class Executor(Generic[Processes]):
 
     async def apply(self, transition: Transition) -> Applied:
         """Make the transition's moves, one after the other. Raises ValueError if its workers have other duties by now,
-        and `UnsupportedTransitionError` if the backend cannot carry out the whole plan.
-        """
+        and `UnsupportedTransitionError` if the backend cannot carry out the whole plan."""
         unsupported = self.processes.unsupported(transition)
         if unsupported is not None:
             raise UnsupportedTransitionError(unsupported)
@@ -148,8 +145,7 @@ class Executor(Generic[Processes]):
 
     async def move(self, move: Move) -> float:
         """Make one move; returns its seconds. Raises the error of a failed move; the move's worker then does
-        nothing.
-        """
+        nothing."""
         began = self._begin(move)
         try:
             await self._change(move.worker, move.before, move.after)
@@ -176,8 +172,7 @@ class Executor(Generic[Processes]):
 
     def fail_overdue(self, step_seconds: float) -> None:
         """Fail the workers that exceed the time limit of a transitional role; a training step may take
-        `step_seconds`.
-        """
+        `step_seconds`."""
         for worker in self.pool.overdue(self._clock(), step_seconds):
             limit = DEADLINES[worker.role].after(step_seconds)
             self.lose(worker.id, f"it was {worker.role} for more than {limit:.0f} s")

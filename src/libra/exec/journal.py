@@ -163,8 +163,7 @@ def read_journal(path: Path) -> Iterator[AnyEntry]:
 @dataclass(frozen=True, slots=True)
 class JournalReplay:
     """State at the end of the journal. `plans` are the allocations with buckets in force: the latest, and the one
-    before it until the latest is applied.
-    """
+    before it until the latest is applied."""
 
     version: int  # of the weights
     duties: Mapping[str, Duty]  # of every worker that was given one in the last session

@@ -80,8 +80,7 @@ class Worker:
     @property
     def duty(self) -> Duty:
         """The worker's role, with the shape of an engine in service. A transitional role does no work yet, or no
-        more.
-        """
+        more."""
         return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
 
     @property
@@ -214,8 +213,7 @@ def current_allocation(
 def fitted(allocation: Allocation, workers: Sequence[Worker], lent_shapes: Collection[str] = ()) -> Allocation:
     """`allocation` fitted to the present workers. Missing workers come off the longest bucket first, which keeps one
     engine, and then off the shortest ones; surplus workers join the longest one. Engines of `lent_shapes` are those on
-    the present lent devices. Raises `InfeasiblePlanError` if no worker is left to generate, or to train.
-    """
+    the present lent devices. Raises `InfeasiblePlanError` if no worker is left to generate, or to train."""
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
     own = len(workers) - lent.total()
     core = sum(worker.allowed == {Role.TRAIN} for worker in workers)

@@ -30,14 +30,12 @@ Outcome = Literal["done", "undone", "failed"]  # of a move
 
 class ProcessController(Protocol):
     """Starts, frees and ends workers. `free` and `start` raise `WorkerLostError`, `WorkerFailedError` or `TimeoutError`
-    when they fail; `end` then ends the rest of the worker.
-    """
+    when they fail; `end` then ends the rest of the worker."""
 
     @property
     def step_allowance(self) -> float:
         """Estimated seconds within which a training step is made, or the loss of a replica is noticed; 0 before the
-        first replica has started.
-        """
+        first replica has started."""
         ...
 
     def require_core(self) -> None:

@@ -23,8 +23,7 @@ _MOST_UNDONE = 3  # plans that fail although no slot is lost, before the work is
 
 class Recovery:
     """Restores lost workers. `first` is the fallback if the current allocation is impossible; `warn` gets each
-    failure.
-    """
+    failure."""
 
     def __init__(self, executor: Executor[ProcessController], first: Allocation, warn: Callable[[str], None]) -> None:
         self._executor, self._first, self._warn = executor, first, warn
@@ -42,8 +41,7 @@ class Recovery:
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises its errors; `CoreLostError` or `InfeasiblePlanError` if the remaining workers
-        cannot continue.
-        """
+        cannot continue."""
         wanted = self._wanted()
         task = asyncio.create_task(work)
         task.add_done_callback(lambda task: self._executor.drop_rest("what it was for is done"))
@@ -60,8 +58,7 @@ class Recovery:
 
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of work that moves workers itself and fails when one is lost. It begins again when the workers
-        have their earlier duties. Raises the error of the last attempt, and the errors of `during`.
-        """
+        have their earlier duties. Raises the error of the last attempt, and the errors of `during`."""
         wanted = self._wanted()
         for _ in range(_ATTEMPTS - 1):
             try:

@@ -11,8 +11,7 @@ def gateway_file(
     lines: Sequence[ServeLine], router: str, url: Callable[[ServeLine], str] = lambda it: f"http://{it.host}:{it.port}"
 ) -> dict[str, object]:
     """Engines, buckets and policy; hosts are placeholders unless `url` gives others. Raises ValueError if an engine
-    lacks its longest context, or one of a pair lacks its partner.
-    """
+    lacks its longest context, or one of a pair lacks its partner."""
     for line in lines:
         if line.up_to is None:
             raise ValueError(f"max_model_len of {line.name} is missing: the router has to know it; add it to the file")

@@ -25,8 +25,7 @@ _ASSUMED = (
 
 def header(split: DeviceSplit, written: Collection[str]) -> str:
     """Comment lines, in the syntax that shell, TOML and YAML share. `written` are keys of the recipe that the text
-    sets; the comment names others that differ from their defaults.
-    """
+    sets; the comment names others that differ from their defaults."""
     framework, recipe = split.framework, split.recipe
     lines = [
         f"{split.title}: {split.train_gpus} GPUs train, {split.rollout_gpus} generate, {split.idle_gpus} idle.",

@@ -20,8 +20,7 @@ _ROUTER_PORT = 9000
 
 def manifests(lines: Sequence[ServeLine], router: str) -> str:
     """YAML documents; the model's volume, node selectors and the token of the router stay yours. Raises ValueError like
-    `gateway_file`.
-    """
+    `gateway_file`."""
     urls: dict[str, str] = {}
     documents: list[dict[str, object]] = []
     for number, its in enumerate(_equal(lines)):

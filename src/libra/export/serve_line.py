@@ -102,8 +102,7 @@ def engine_flags(recipe: Recipe, engines: Engines) -> dict[str, Flag]:
 
 def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mapping[str, Flag]) -> tuple[ServeLine, ...]:
     """A line for each engine of the plan, by bucket; all get `environment` and `more` flags. Ports count from
-    `FIRST_PORT` on each node.
-    """
+    `FIRST_PORT` on each node."""
     lines = []
     used: dict[str, int] = {}
     for engines in split.engines:

@@ -23,8 +23,7 @@ def emit(split: DeviceSplit) -> str:
 
 def file_lines(path: Path | str) -> tuple[str, list[ServeLine], str]:
     """A comment, a line for each engine of a file of engines, packed onto nodes in the order of the file, and the
-    file's router. Raises `ConfigError` if the file has a key without a flag of vLLM.
-    """
+    file's router. Raises `ConfigError` if the file has a key without a flag of vLLM."""
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
     bucketed = any(section.bucket for section in file.engines)

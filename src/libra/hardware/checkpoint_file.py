@@ -22,8 +22,7 @@ _Config = Mapping[str, Any]
 
 def stored_weights(config: object, model: ModelSpec) -> WeightFormat:
     """The format that `config`, the value of `quantization_config`, gives `model`. Raises ValueError that begins with
-    the field.
-    """
+    the field."""
     if not isinstance(config, dict):
         raise ValueError(f"{_FIELD}: expected an object (got {shown(config)})")
     if config.get("quant_algo") == "MIXED_PRECISION":
@@ -187,8 +186,7 @@ def _kv_of_modelopt(config: _Config) -> str:
 
 def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
     """A ModelOpt checkpoint that names the algorithm of each module. Modules without a name keep 16 bits, or have the
-    type of the general method (fp8).
-    """
+    type of the general method (fp8)."""
     layers = config.get("quantized_layers")
     if not isinstance(layers, dict) or not layers or not all(isinstance(it, dict) for it in layers.values()):
         raise ValueError(f"{_FIELD}.quantized_layers: expected an object of modules (got {shown(layers)})")

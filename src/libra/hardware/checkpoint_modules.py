@@ -71,8 +71,7 @@ def _mlp(
 
 def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
     """Shares of each kind's parameters that match the patterns. Raises ValueError if a pattern is no valid
-    expression.
-    """
+    expression."""
     matches = _matcher(patterns)
     named, total = dict.fromkeys(MATRIX_KINDS, 0), dict.fromkeys(MATRIX_KINDS, 0)
     for module in modules(model):
@@ -85,8 +84,7 @@ def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
 def _matcher(patterns: list[str]) -> Callable[[str], bool]:
     """A test whether a pattern matches a module: a pattern is its name, the name of a parent module, or a part of its
     path (`self_attn`). A pattern with `re:` is a regular expression, one with `*` a wildcard. The prefix before
-    `layers` is the same for all modules and is left out.
-    """
+    `layers` is the same for all modules and is left out."""
     plain: set[str] = set()
     expressions: list[re.Pattern[str]] = []
     wildcards: list[str] = []

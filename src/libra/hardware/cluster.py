@@ -114,8 +114,7 @@ class ServingPool:
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """All nodes that train and generate, and those that serve users. Raises ValueError if no node trains and generates,
-    or two classes share a name.
-    """
+    or two classes share a name."""
 
     nodes: tuple[NodeClass, ...]
     serving: tuple[ServingPool, ...] = ()
@@ -177,8 +176,7 @@ def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     """The cluster with the number of nodes for `gpus` GPUs. Raises ValueError if these are no whole nodes, or if the
-    cluster has several classes of nodes and the number does not determine which to change.
-    """
+    cluster has several classes of nodes and the number does not determine which to change."""
     if len(cluster.nodes) > 1:
         names = ", ".join(f"{node.name}={node.count}" for node in cluster.nodes)
         raise ValueError(f"gpus is {gpus}, but there are several classes of nodes; give nodes by class, as in {names}")
@@ -191,8 +189,7 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
 def with_gpu(cluster: Cluster, gpu: GPU) -> Cluster:
     """The cluster with another GPU in the same nodes, whose cost is then not known. If the nodes' links had the old
     GPU's speed, they get the new GPU's; otherwise the slower of both. Raises ValueError if there are several classes of
-    nodes.
-    """
+    nodes."""
     if len(cluster.nodes) > 1:
         names = ", ".join(node.name for node in cluster.nodes)
         raise ValueError(

@@ -138,8 +138,7 @@ def gpu_of(given: object, key: str) -> GPU:
 
 def described_gpu(gpu: GPU) -> str | dict[str, str]:
     """The value that `gpu_of` reads as this GPU: its name if Libra knows it, otherwise a mapping. Raises ValueError if
-    a known name has other numbers.
-    """
+    a known name has other numbers."""
     if GPUS.get(gpu.name) == gpu:
         return gpu.name
     given = {

@@ -66,8 +66,7 @@ class Retained:
 
     def bytes(self, context: float, number: float) -> float:
         """Bytes of a sequence of `context` tokens. They exclude blocks of a window that a running prefill still needs:
-        `max_num_batched_tokens` more for one sequence.
-        """
+        `max_num_batched_tokens` more for one sequence."""
         tokens = min(context, self.reach.tokens) if self.reach.tokens else context
         return tokens * (self.numbers * number + self.plain) + self.state
 

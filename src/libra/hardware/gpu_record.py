@@ -19,8 +19,7 @@ Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna"]
 @dataclass(frozen=True, slots=True)
 class KernelRates:
     """Rates that kernels of an engine reach. Each kernel also takes a fixed time, which dominates the decode of few
-    sequences.
-    """
+    sequences."""
 
     linear_flops: float  # FLOP/s of large matrix products
     bandwidth: float  # bytes/s of weights and activations
@@ -45,11 +44,13 @@ class TrainingShares:
 
     ceiling: float  # highest model FLOP utilisation of whole steps of dense models
     attention: float  # FlashAttention, forward and backward, at the causal FLOPs
-    published: bool  # whether runs on this GPU gave the ceiling; otherwise it is the lowest of others
+    published: bool  # whether runs on this GPU gave the ceiling; otherwise it is taken from others
+    fp8: float | None = None  # as `ceiling`, of steps whose products are in FP8, of the FP8 FLOP/s; None: it has none
+    origin: str = "published training runs"  # of the ceiling
 
     def __post_init__(self) -> None:
         _require_positive(self)
-        if max(self.ceiling, self.attention) > 1:
+        if max(self.ceiling, self.attention, self.fp8 or 0.0) > 1:
             raise ValueError(f"{self} has a share above 1; a GPU reaches no more than its data sheet")
 
 
@@ -79,6 +80,10 @@ class GPURecord:
             raise ValueError(f"bus of {self.gpu.name} is {self.bus}; it is a share of the link")
         if any(times < 1 for times in self.faster.values()) or "bf16" in self.faster:
             raise ValueError(f"faster of {self.gpu.name} is {self.faster}; types are at least as fast as bf16")
+        if ("fp8" in self.faster) != (self.training.fp8 is not None):
+            raise ValueError(
+                f"training.fp8 of {self.gpu.name} is {self.training.fp8}; GPUs that multiply in FP8 have it"
+            )
         if self.kernels.linear_flops > self.gpu.flops or self.kernels.bandwidth > self.gpu.bandwidth:
             raise ValueError(f"kernels of {self.gpu.name} are faster than its data sheet")
 

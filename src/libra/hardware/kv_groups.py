@@ -15,8 +15,7 @@ class KVGroup:
     """Layers that read the whole context (`full`), its last `tokens` tokens (`window`), the part of it in the current
     chunk of `tokens` tokens (`chunk`), or a state that represents all of it (`state`). A block holds `block_size`
     tokens of every layer of a group. A block of a state group holds one state; with prefix caching, the state after its
-    last token.
-    """
+    last token."""
 
     kind: KVGroupKind = "full"
     block_size: int = 16  # tokens

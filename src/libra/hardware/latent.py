@@ -172,8 +172,7 @@ class CompressedAttention:
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         """The window and the compressed vectors. The compressor's buffer of uncompressed tokens, at most twice its
-        ratio, is left out.
-        """
+        ratio, is left out."""
         found = [Retained(self.head_dim, reach=Reach(self.window))]
         if self.ratio:
             found.append(Retained(self.head_dim / self.ratio))

@@ -89,8 +89,7 @@ class LayerKind:
     def mixer_parameters(self, hidden: int, tp: int = 1) -> float:
         """Parameters of the mixer on one of `tp` devices: heads are divided, and parameters shared by all heads are
         repeated. KV heads are repeated if there are fewer than devices (Megatron-LM and vLLM), and so are the
-        down-projections of latent attention.
-        """
+        down-projections of latent attention."""
         if self.mixer is None:
             return 0.0
         return parameters(self.mixer.matrices(hidden), tp) + self.mixer.vectors(hidden, tp)

@@ -63,8 +63,7 @@ class ModelSpec:
 
     def stage(self, pp: int, weight: Callable[[LayerKind], float] | None = None) -> tuple[tuple[LayerKind, int], ...]:
         """Kinds and numbers of the heaviest ceil(layers / pp) consecutive layers, by default by parameters. All
-        pipeline stages are assumed to have this depth.
-        """
+        pipeline stages are assumed to have this depth."""
         deep = -(-self.layers // pp)
         if len(self.kinds) == 1:
             return ((self.kinds[0], deep),)
@@ -102,8 +101,7 @@ class ModelSpec:
     @property
     def plain_attention(self) -> Attention | None:
         """The attention of all layers, if it is the same in all, sees every key, and has only projections, biases of
-        queries, keys and values, and norms of a head's width; None otherwise.
-        """
+        queries, keys and values, and norms of a head's width; None otherwise."""
         mixers = {kind.mixer for kind in self.kinds}
         first = next(iter(mixers))
         if len(mixers) > 1 or not isinstance(first, Attention):
@@ -177,8 +175,7 @@ class ModelSpec:
     def kv_bytes(self, context: float, number: float, tp: int = 1, pp: int = 1) -> float:
         """Bytes of a sequence of `context` tokens in the memory of one of `tp` devices, for the layers of the fullest
         pipeline stage. `number` is the bytes of a number of KV. Full attention grows with each token, windows stop at
-        their width, states have a constant size, and an indexer adds its keys.
-        """
+        their width, states have a constant size, and an indexer adds its keys."""
 
         def weight(kind: LayerKind) -> float:
             return kind.kv_bytes(context, number, tp)
@@ -192,8 +189,7 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, number: float, tp: int = 1, pp: int = 1, context: float | None = None) -> float:
         """`kv_bytes` for each token of a sequence of `context` tokens, by default the model's longest. It is the same
-        at any length if the model is `even`.
-        """
+        at any length if the model is `even`."""
         if self.even:
             return self.kv_bytes(1, number, tp, pp)
         length = max(1.0, self.max_context if context is None else context)
@@ -219,8 +215,7 @@ class ModelSpec:
 
     def key_flops(self, mean: float = 0.0) -> float:
         """FLOPs of a forward pass for each key of a token that has `mean` keys on average, including keys beyond reach;
-        0: all are within reach.
-        """
+        0: all are within reach."""
         return sum(count * kind.key_flops(mean) for kind, count in self.counted)
 
 

@@ -120,8 +120,7 @@ def _unread(top: Fields) -> Iterator[str]:
 
 def _quantization(data: dict[str, object]) -> object:
     """The value of `quantization_config`, of the file or of the configuration that it wraps. DeepSeek-V4 has a separate
-    field for the type of its experts.
-    """
+    field for the type of its experts."""
     inside = (data.get(field) for field in _WRAPPERS)
     every = (data, *(it for it in inside if isinstance(it, dict)))
     found = next((it["quantization_config"] for it in every if it.get("quantization_config") is not None), None)
@@ -131,8 +130,7 @@ def _quantization(data: dict[str, object]) -> object:
 
 def _beside(path: Path) -> object:
     """ModelOpt's quantisation in `hf_quant_config.json`, next to an older config.json or to one with a prefix. None: no
-    file.
-    """
+    file."""
     file = path.with_name(f"{path.name.removesuffix('config.json')}hf_quant_config.json")
     if not path.name.endswith("config.json") or not file.is_file():
         return None

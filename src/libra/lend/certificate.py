@@ -73,22 +73,19 @@ class Certificate:
     @property
     def covered(self) -> float:
         """Requests/s up to which the certificate applies: the certified load, or the busiest minute of the replay if
-        that is less, as with a shorter trace.
-        """
+        that is less, as with a shorter trace."""
         return min(self.rate, self.envelope.rate)
 
     def share_at(self, rate: float) -> float:
         """Share of the device that is lent at `rate`; 0 above `covered`. Between two certified rates it is that of the
-        higher one, since load reduces harvest.
-        """
+        higher one, since load reduces harvest."""
         if rate > self.covered:
             return 0.0
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
 
     def mismatch(self, model: str, hardware: str, slo: Slo, parameters: int | None = None) -> str | None:
         """Reason why the certificate does not apply to a lender; None if it does. It covers an SLO that is equal or
-        laxer. `parameters` is the model's number of parameters; None: unknown.
-        """
+        laxer. `parameters` is the model's number of parameters; None: unknown."""
         if model != self.model:
             return f"the certificate is of {self.model}, not of {model}"
         if parameters is not None and self.parameters not in (None, parameters):

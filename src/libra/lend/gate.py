@@ -91,8 +91,7 @@ class SharingRule(Protocol):
 class Gate:
     """Grants b <= B if no request waits for its first token (that slack is owed to requests that may still come), and a
     serving step of the longest kind after the grant still ends before the next token is due. If such a step takes
-    longer than the pace, steps may miss their due times, and nothing is granted while a token is due.
-    """
+    longer than the pace, steps may miss their due times, and nothing is granted while a token is due."""
 
     longest: float  # B, of a grant
     shortest: float  # below which a rollout step cannot do anything
@@ -133,6 +132,5 @@ def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -
 
 def ttft_queue(ttft: float, longest: float, serving_step: float, prefill: int) -> int:
     """Prompt tokens that may wait, a request's own included, for `ttft_bound` to be within `ttft`: its inverse. 0 or
-    less if not even one may wait.
-    """
+    less if not even one may wait."""
     return max(0, prefill) * (math.floor((ttft - longest) / serving_step) - 1)

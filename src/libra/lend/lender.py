@@ -52,8 +52,7 @@ class Lender:
 
     def share(self, certificate: Certificate) -> float:
         """Share of an engine's time that is lent while any is: the harmonic mean over the expected rates, since rollout
-        takes 1 / share as long. 0 if nothing is lent at any of them.
-        """
+        takes 1 / share as long. 0 if nothing is lent at any of them."""
         lent = [share for rate in self.rates if (share := certificate.share_at(rate)) > 0]
         return len(lent) / math.fsum(1 / share for share in lent) if lent else 0.0
 
@@ -87,8 +86,7 @@ def make_lender(
     period: float,
 ) -> Lender:
     """The lender that a serving pool's terms describe. `certificates` have the names of their files; `rates` are totals
-    over its engines. Raises ValueError naming the key under `lends`.
-    """
+    over its engines. Raises ValueError naming the key under `lends`."""
     terms = pool.lends
     if not isinstance(terms, LoanTerms):
         raise ValueError(f"pool {pool.name} has no lends; say what it serves and what is certified")

@@ -157,8 +157,7 @@ def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: 
 
 def _tokens_within(grid: EngineGrid, grant: float, most: int, context: float) -> int:
     """Most tokens of context, up to `most` and in sequences of `context` each, that one decode iteration reads within
-    `grant` seconds.
-    """
+    `grant` seconds."""
 
     def seconds(tokens: int) -> float:
         sequences = min(max(1.0, tokens / context), float(grid.batches[-1]))

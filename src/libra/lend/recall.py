@@ -42,8 +42,7 @@ class Recall:
 
     def observe(self, breach: str | None, now: float) -> str | None:
         """`breach` describes how the load leaves the envelope; None: it does not. Returns the reason for recalling the
-        loan, or None if it is lent.
-        """
+        loan, or None if it is lent."""
         if breach is not None:
             if self.recalled is None:
                 self.recalls += 1

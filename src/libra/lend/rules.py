@@ -51,8 +51,7 @@ class TimeSlices:
 @dataclass(frozen=True, slots=True)
 class PositiveSlack:
     """ROSE's rule, as published (arXiv 2605.06534): rollout runs while every live request would still be in time if
-    serving ran alone from then on. It also spends the slack of first tokens.
-    """
+    serving ran alone from then on. It also spends the slack of first tokens."""
 
     longest: float
     ttft: float  # what the first token may take: the share `use` of the SLO

@@ -84,8 +84,7 @@ class StepCost:
     @property
     def understatement(self) -> float:
         """Actual over predicted seconds of all steps that count: a fit of least relative error is low in total. Raises
-        ValueError until a few were seen.
-        """
+        ValueError until a few were seen."""
         if self._fit is None:
             raise ValueError(f"{self.seen} steps were seen, and nothing is predicted yet")
         predicted = math.fsum(self.predicted(shape) or 0.0 for shape, _ in self._steps)
@@ -121,8 +120,7 @@ class StepCost:
 
 class LearntServingCost:
     """A `ServingCost` learnt from the steps of a serving engine. Unbounded until enough were seen. `batched_tokens` is
-    `max_num_batched_tokens` of the engine, `context` its `max_model_len`.
-    """
+    `max_num_batched_tokens` of the engine, `context` its `max_model_len`."""
 
     def __init__(self, cost: StepCost, batched_tokens: int, context: int) -> None:
         self._cost, self._budget, self._longest = cost, batched_tokens, context
@@ -188,8 +186,7 @@ class TokenBudget:
 
     def within(self, seconds: float, queue: RolloutQueue) -> int:
         """Tokens that fit into `seconds`; 0: not even one. Until there is a bound, one token is assumed to fit. A step
-        is at most twice as large as the largest so far.
-        """
+        is at most twice as large as the largest so far."""
         if not queue.turns:
             return 0
         most = min(self._most, 2 * self._largest or 1)
@@ -200,8 +197,7 @@ class TokenBudget:
 
     def bound(self, tokens: int, queue: RolloutQueue) -> float:
         """Most seconds of a step of `tokens`. The engine distributes them over the turns, between two extremes: all
-        turns decode, or one prompt takes as many as possible.
-        """
+        turns decode, or one prompt takes as many as possible."""
         most = min(tokens, queue.turns)
         least = 1 if queue.prefilling else max(1, min(tokens, queue.running))
         context = queue.context + tokens

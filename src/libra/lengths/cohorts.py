@@ -115,8 +115,7 @@ class Cell(NamedTuple):
 
 def place(trajectory: Trajectory, sums: Sums, bins_per_octave: int) -> tuple[Cell, float]:
     """(cell of a trajectory, its passed part of the work bin, in the logarithm). Raises ValueError for a context beyond
-    all bins.
-    """
+    all bins."""
     context = sums.final_context
     if context >= 2**OCTAVES:
         raise ValueError(f"trajectory {trajectory.id} holds {context} tokens; at most 2**{OCTAVES} - 1 are tracked")

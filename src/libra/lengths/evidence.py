@@ -57,8 +57,7 @@ def lift(finished: Array, running: Array, passed: Array) -> Array:
     """[bin] weight of the trajectories that each one finishing in a bin represents: itself, and its share of those that
     were censored before it. That is the inverse of the probability of still being observed there (Robins & Rotnitzky
     1992), estimated by the product limit: the sum of `lift * finished` up to a bin is its share of the total (Satten &
-    Datta 2001). If nothing runs, all are 1.
-    """
+    Datta 2001). If nothing runs, all are 1."""
     risk = at_risk(finished, running, passed)
     total = float((finished + running).sum())
     seen = np.divide(total, risk, out=np.zeros_like(risk), where=risk > 0)
@@ -103,8 +102,7 @@ def find_drift(finished: Array, risk: Array) -> Drift:
 @dataclass(frozen=True, slots=True)
 class WeighedCohorts:
     """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`; a finished trajectory counts
-    for itself and for the running ones that it represents (`lift`).
-    """
+    for itself and for the running ones that it represents (`lift`)."""
 
     weights: Array  # [cohort] of its newest trajectory
     finished: Array  # [bin, power]
@@ -122,8 +120,7 @@ class WeighedCohorts:
     @property
     def memory(self) -> tuple[int, int]:
         """Columns of the weights and of their squares in the memory behind the answers: the recent one after a drift,
-        so earlier evidence is soon forgotten.
-        """
+        so earlier evidence is soon forgotten."""
         return (1, 4) if self.drift.drifted else (0, 2)
 
     @property
@@ -241,8 +238,7 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
 
 def _rows(tables: Sequence[Table]) -> tuple[Indices, Indices, Array]:
     """[row] the number of its table, [row, work and context bin], and [row, column], of all tables. Rows are in the
-    order of the cells, since sums must not depend on the order of arrival.
-    """
+    order of the cells, since sums must not depend on the order of arrival."""
     of_table = np.repeat(np.arange(len(tables)), [len(table.values) for table in tables])
     cells = np.concatenate([table.cells for table in tables])
     order = np.lexsort(cells.T)

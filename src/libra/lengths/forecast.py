@@ -93,8 +93,7 @@ class _Line:
 
 def _least_squares(columns: Array, levels: Array, weights: Array) -> _Line:
     """Line of `levels` on `columns`, the first of which is the version. Weights sum to 1 and are unrelated to the
-    noise.
-    """
+    noise."""
     inverse = np.linalg.pinv((columns.T * weights) @ columns, hermitian=True)
     residuals = levels - columns @ (inverse @ (columns.T @ (weights * levels)))
     unexplained = float((weights * residuals**2).sum())

@@ -89,8 +89,7 @@ class LengthTracker:
         after observing those that have finished since, and before a query: one that finishes counts twice until the
         next call. Call it also if none is running. A trajectory that waits for a tool ends with that call: status
         "unknown", nothing returned, and as `tool_seconds` the time it has waited so far. Without that time,
-        trajectories that wait long count as having less work.
-        """
+        trajectories that wait long count as having less work."""
         placed = []
         for trajectory in trajectories:
             if trajectory.finished:

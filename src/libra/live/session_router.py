@@ -35,8 +35,7 @@ class _Told:
 class SessionRouter:
     """Call `acquire` for each turn and `release` when its server has answered or failed, or when the turn was given up.
     A caller that knows more also calls `began`, `answered`, `returned` and `finished`: without these the policy learns
-    nothing, and turns follow their prefixes and loads. Times are seconds of `clock`.
-    """
+    nothing, and turns follow their prefixes and loads. Times are seconds of `clock`."""
 
     def __init__(
         self,
@@ -95,8 +94,7 @@ class SessionRouter:
 
     def acquire(self, id: str, context: int) -> str:
         """The server of a trajectory's next turn, or of its present one again, with `context` tokens. If no server has
-        room, it is the least loaded. Raises LookupError if no server is in service.
-        """
+        room, it is the least loaded. Raises LookupError if no server is in service."""
         if not self._servers:
             raise LookupError("no server is in service: add one")
         now = self._clock()
@@ -135,8 +133,7 @@ class SessionRouter:
 
     def answered(self, id: str, context: int, generated: int) -> None:
         """The turn had a prompt of `context` tokens, and generated `generated` tokens. Ignored if no turn was
-        requested.
-        """
+        requested."""
         told = self._told.get(id)
         if told is not None and told.turn is not None:
             self._live.answered(told.turn, context, generated, self._clock())
@@ -149,8 +146,7 @@ class SessionRouter:
 
     def finished(self, id: str, reward: float | None, policy_version: int) -> Trajectory | None:
         """The whole trajectory, from which the policy has learned. None: no turn of it, or not its last one, was
-        answered, so the policy learns nothing.
-        """
+        answered, so the policy learns nothing."""
         try:
             trajectory = self._live.whole(id, reward, policy_version)
         except (KeyError, ValueError):

@@ -165,8 +165,7 @@ class Trajectories:
 
     def whole(self, id: str, reward: float | None, policy_version: int) -> Trajectory:
         """The whole trajectory; call `forget` once it is kept elsewhere. Raises KeyError for an unknown one, ValueError
-        if the last turn has no answer.
-        """
+        if the last turn has no answer."""
         live = self._live[id]
         if live.generated is None:
             raise ValueError(f"trajectory {id}: its last turn has no answer; forget it, or wait for the answer")

@@ -82,8 +82,7 @@ async def measured_profile(
     key: str, config: RunConfig, hardware: str, executor: RunExecutor, recovery: Recovery, say: Callable[[str], None]
 ) -> DeviceProfile:
     """Measure the workers as they will run, and cache the costs; engines hand KV over from now on if that pays. Raises
-    `DiskError`.
-    """
+    `DiskError`."""
     engines, trajectories = config.engines, config.training.trajectories
     fleet, began = executor.processes.fleet, time.monotonic()
     profile = await recovery.attempts("measuring", lambda: measure(executor, engines, trajectories, hardware, key))

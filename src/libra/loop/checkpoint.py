@@ -24,9 +24,9 @@ from libra.config.run import ConfigError
 from libra.config.sealed_line import opened
 from libra.exec.journal import JournalReplay, read_journal, replay
 from libra.exec.pool import Worker, bucket_limits, current_allocation
+from libra.loop.episode import Episode
 from libra.loop.episode_file import History, read_history
 from libra.loop.recorder import RECORDS
-from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.records.files import drop_partial_line, whole_lines, write_whole, writing
 from libra.records.manifest import MANIFEST, ManifestError, check_manifest, force_directory, seal
@@ -50,8 +50,7 @@ _KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the on
 @dataclass(frozen=True, slots=True)
 class RunState:
     """The controller's side of a checkpoint. It covers the episodes finished by then; the groups in progress are in the
-    files of episodes.
-    """
+    files of episodes."""
 
     step: int
     seconds: float  # of the reinforcement learning so far
@@ -73,8 +72,7 @@ class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -> Path:
     """Write `checkpoint-<step>`, read it back, and drop all older ones but the last. Raises `DiskError`, leaving the
-    earlier checkpoints.
-    """
+    earlier checkpoints."""
     target = directory / f"checkpoint-{state.step}"
     part = directory / f"{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -103,8 +101,7 @@ def can_be_resumed(directory: Path) -> bool:
 
 def latest_checkpoint(directory: Path, *, contents: bool = True) -> tuple[Path, RunState]:
     """The newest checkpoint of a run directory that is not damaged; without `contents`, only its state is read
-    completely. Raises `ConfigError` if there is none.
-    """
+    completely. Raises `ConfigError` if there is none."""
     path, state, _ = _newest(directory, contents)
     return path, state
 
@@ -148,8 +145,7 @@ def _numbered(directory: Path) -> list[Path]:
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """Extent of a run's records: the last step, its end, and the number of periods. `damaged` names the files that lost
-    lines, with the number of lines.
-    """
+    lines, with the number of lines."""
 
     step: int = 0
     time: float = 0.0
@@ -176,8 +172,7 @@ class Interrupted:
 def read_interrupted(directory: Path) -> Interrupted:
     """State of an interrupted run; a damaged checkpoint newer than the one found is renamed to `<name>.damaged`. Raises
     `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` if the run cannot be resumed, and
-    `DiskError`.
-    """
+    `DiskError`."""
     check_kinds(directory)
     checkpoint, state, damaged = _newest(directory, contents=True)
     history = read_history(directory, state.step)
@@ -193,8 +188,7 @@ def read_interrupted(directory: Path) -> Interrupted:
 
 def check_kinds(directory: Path) -> None:
     """Check that each name in a run directory has the kind that a run gives it: opening something else could wait for
-    ever, or write elsewhere. Raises `ConfigError`.
-    """
+    ever, or write elsewhere. Raises `ConfigError`."""
     for path in directory.iterdir():
         if path.suffix in (".jsonl", ".json", ".html") and not stat.S_ISREG(path.lstat().st_mode):
             raise ConfigError(f"name: {path} is not a regular file; remove it, or start again with --overwrite")
@@ -208,8 +202,7 @@ def allocation_in_force(
     """Last duties of the workers, in the buckets in force; `holds` are the tokens that each shape holds. A lost slot
     gets its last duty again. An engine whose shape has no bucket any more serves the longest contexts. All engines on
     lent devices are in their bucket, if there was one, recalled or not. None if workers or engines have changed, or no
-    engine holds the longest contexts.
-    """
+    engine holds the longest contexts."""
     engines = {duty.shape for duty in before.worked.values() if duty.shape is not None}
     own = {worker.id for worker in workers if worker.lent is None}
     if not own <= set(before.worked) <= {worker.id for worker in workers} or not engines <= set(holds):
@@ -232,8 +225,7 @@ def allocation_in_force(
 def cut_back(directory: Path, step: int) -> Recorded:
     """Prepare the files of an interrupted run to continue after `step`. Drops unfinished lines, lines that a loss of
     power left torn (records are not forced to disk), and records of later steps. Raises `RecordFormatError` if a file
-    is missing: a run makes all of them before its first checkpoint.
-    """
+    is missing: a run makes all of them before its first checkpoint."""
     for path in (directory / f"{name}.jsonl" for name in RECORDS):
         if not path.exists():
             raise RecordFormatError(f"{path} is missing; restore it, or start again with --overwrite")
@@ -273,8 +265,7 @@ def _keep(path: Path, records: Sequence[Record]) -> None:
 
 def _drop_torn(path: Path) -> int:
     """Drop whole lines that are not JSON objects; returns their number. Raises `RecordFormatError` at an object that
-    does not match its checksum.
-    """
+    does not match its checksum."""
     with writing(path):
         drop_partial_line(path)
     lines = whole_lines(path)

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from libra.config.sealed_line import unsealed
-from libra.loop.rollout import Episode
+from libra.loop.episode import Episode
 from libra.records.files import ChainedFile, LineFile, drop_partial_line, whole_lines
 
 _NAME = "episodes-{:05d}.jsonl"
@@ -128,8 +128,7 @@ class EpisodeFile:
 
     def begin_segment(self, step: int) -> None:
         """Begin a segment for a checkpoint of `step`, later than any complete one. The checkpoint covers everything
-        written so far, and nothing later.
-        """
+        written so far, and nothing later."""
         number = self._number + 1
         file = ChainedFile(self._path(number))
         try:  # nothing may follow in a file that has no head
@@ -143,8 +142,7 @@ class EpisodeFile:
 
     def forget_older(self) -> None:
         """Note that the checkpoint of this segment is complete: delete the segments that neither it nor the one before
-        needs.
-        """
+        needs."""
         for number in _segments(self._directory):
             if number < self._needed_before:
                 self._path(number).unlink()

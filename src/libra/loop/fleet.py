@@ -64,8 +64,7 @@ class ServingFleet:
         """The router's view for a turn that needs room for `turn_tokens` more and weights of `version` or newer. It
         leaves out engines with older weights, with a shape that has no bucket in the allocation, or on a recalled
         device. A `seeded` turn, which samples from its own seed, gets no engine on a lent device: those compute prompts
-        in parts, and vLLM on CPUs then does not reproduce a seed.
-        """
+        in parts, and vLLM on CPUs then does not reproduce a seed."""
         buckets = {bucket.shape: index for index, bucket in enumerate(self._allocation.buckets)}
         return View(
             instances=tuple(
@@ -102,8 +101,7 @@ class ServingFleet:
 
     def renewed(self) -> None:
         """Announce that an engine in service has newer weights, or that its device is lent again or recalled: turns may
-        wait for that.
-        """
+        wait for that."""
         self._announce()
 
     async def changed(self) -> None:
@@ -155,8 +153,7 @@ class PublishedWeights:
 
     async def load(self, engine: Engine) -> float:
         """Have the engine take the current weights between two iterations; returns the seconds of the pause. Raises
-        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`.
-        """
+        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         order = self.current
         await self._bring(order, engine.link)
         self._observer.load(engine.name)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from libra.backends.grpo.grpo import group_advantages
 from libra.backends.transport.trainer_messages import Sample
 from libra.config.run import ConfigError, TrainingConfig
 from libra.environments.protocol import Prompt
+from libra.loop.episode import Episode, EpisodeMaker
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.recorder import Recorder
-from libra.loop.rollout import Episode, Rollout
 from libra.route.admission import Admission
 
 
@@ -29,7 +29,7 @@ class Groups:
     training: TrainingConfig
     seed: int
     prompts: Sequence[Prompt]
-    rollout: Rollout
+    rollout: EpisodeMaker
     recorder: Recorder
     episodes: EpisodeFile
     history: History  # what an interrupted run left
@@ -105,8 +105,7 @@ class Groups:
 
     def _due(self, started_at: int) -> float:
         """Latest time at which a group started under this version is needed: for the batch after those that staleness
-        allows meanwhile.
-        """
+        allows meanwhile."""
         batches = started_at + 1 + self.training.max_staleness - self._admission.published
         return self.recorder.now() + batches * (self.predicted() or 0.0)
 
@@ -155,7 +154,11 @@ class StepBatch:
 
     def staleness(self, version: int) -> list[int]:
         """Versions between each episode's oldest token and the policy that the step to `version` trains."""
-        return [version - 1 - min(v for v in episode.versions if v >= 0) for episode in self.episodes]
+        return [version - 1 - min(_versions(episode)) for episode in self.episodes]
+
+
+def _versions(episode: Episode) -> Iterator[int]:
+    return (version for e in episode.contexts for version in e.versions if version >= 0)
 
 
 def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
@@ -172,7 +175,8 @@ def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
             continue
         samples += [
             Sample(e.trajectory.id, e.tokens, e.generated, e.logprobs, e.versions, advantage)
-            for e, advantage in zip(group, advantages, strict=True)
+            for episode, advantage in zip(group, advantages, strict=True)
+            for e in episode.contexts
         ]
-    generated = sum(episode.trajectory.generated_tokens for episode in episodes)
+    generated = sum(e.trajectory.generated_tokens for episode in episodes for e in episode.contexts)
     return StepBatch(tuple(episodes), samples, count, without_signal, generated)

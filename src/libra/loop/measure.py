@@ -49,8 +49,7 @@ async def measure(
     executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, hardware: str, model: str
 ) -> DeviceProfile:
     """Measure all workers at once, with samples for steps of `trajectories` trajectories. It takes seconds on the
-    examples' tiny models. Raises `WorkerLostError`, `WorkerFailedError` or `TimeoutError` when a worker is lost.
-    """
+    examples' tiny models. Raises `WorkerLostError`, `WorkerFailedError` or `TimeoutError` when a worker is lost."""
     workers = executor.allocation()
     switch = await _switch_cost(executor, engines, trajectories)
     replicas, fit = await _side_by_side(executor, engines, trajectories)
@@ -78,8 +77,7 @@ async def measure_plain(
     executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, profile: DeviceProfile
 ) -> DeviceProfile:
     """`profile` with the costs of engines that hand no KV over. They restart without support for it. Raises the errors
-    of `measure`.
-    """
+    of `measure`."""
     workers = executor.allocation()
     await _restart(executor, [entry.handle.name for entry in _engines(executor)])
     _, fit = await _side_by_side(executor, engines, trajectories)
@@ -90,8 +88,7 @@ async def measure_plain(
 
 async def try_loans(fleet: ServingFleet, size: ShapeConfig) -> None:
     """Keep every lent engine, all of this size, busy with discarded turns, until this is cancelled. A run counts on
-    these grants before its first step.
-    """
+    these grants before its first step."""
 
     async def busy(entry: ServingEngine) -> None:
         with suppress(WorkerLostError):
@@ -127,8 +124,7 @@ async def _side_by_side(
 
 async def _switch_cost(executor: RunExecutor, shapes: Mapping[str, ShapeConfig], trajectories: int) -> SwitchCost:
     """Seconds that a device is out of service when it becomes an engine or a replica. These are restarts of running
-    workers, not first starts, which on a new machine include cold disk caches. The others are kept busy meanwhile.
-    """
+    workers, not first starts, which on a new machine include cold disk caches. The others are kept busy meanwhile."""
     loads = await executor.processes.reload()
     engine, *others = _engines(executor)
     joins: list[float]
@@ -151,8 +147,7 @@ async def _restart(executor: RunExecutor, workers: Sequence[str]) -> list[float]
 
 def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
     """The engines in service on devices of the run's own, in the order of their names. Lent ones are left out, since
-    their measurement would delay serving. Raises `WorkerLostError` if there is none.
-    """
+    their measurement would delay serving. Raises `WorkerLostError` if there is none."""
     own = [entry for entry in executor.processes.fleet.instances() if not entry.handle.lent]
     engines = tuple(sorted(own, key=lambda entry: entry.handle.name))
     if not engines:
@@ -162,8 +157,7 @@ def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
 
 async def _all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Results of all `work`. Raises the error of one once all have ended: a worker that is still being measured would
-    keep others waiting.
-    """
+    keep others waiting."""
     tasks = [asyncio.create_task(each) for each in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

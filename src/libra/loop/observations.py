@@ -17,8 +17,8 @@ from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.exec.ratio import Ratio
 from libra.lengths import LengthTracker
+from libra.loop.episode import Episode
 from libra.loop.fleet import ServingEngine
-from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.plan.options.slots import make_tracker
 from libra.plan.price_bias import PeriodSeconds, PriceBias

@@ -42,6 +42,7 @@ from libra.records.files import writing
 # Time for which an engine that is freed may go on with its turns. A stopped turn costs computing its context again
 # elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as stopping
 # costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al. 1988).
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _GRACE_SECONDS = 1.0
 
 # Time for which it then waits until turns have left and the KV that they want is saved; the rest is computed again.
@@ -156,10 +157,13 @@ class SlotProcesses:
         return await self.reload()
 
     async def save_final(self, directory: Path) -> None:
-        """Save the trained model, in Hugging Face layout, with its original tokenizer. Raises `DiskError`."""
+        """Save the trained model, in Hugging Face layout, with the tokenizer and the chat template that it started
+        from. Raises `DiskError`."""
         await self.trainers.save(directory, optimiser=False)
         with writing(directory):
-            shutil.copy(self.settings.model / "tokenizer.json", directory / "tokenizer.json")
+            for name in _TOKENIZER:
+                if (file := self.settings.model / name).is_file():
+                    shutil.copy(file, directory / name)
 
     async def reload(self) -> list[float]:
         """Have every engine load the current weights, even if it has them; returns the seconds of each."""
@@ -316,8 +320,7 @@ class SlotProcesses:
 
     async def _load_or_lose(self, handle: Engine) -> float | None:
         """Load the current weights; returns the seconds. An engine that cannot load them is lost, since it must not
-        continue with the old ones; returns None then.
-        """
+        continue with the old ones; returns None then."""
         try:
             return await self._published.load(handle)
         except WorkerLostError:

@@ -18,9 +18,10 @@ from libra.config.rooms import offered
 from libra.config.sealed_line import sealed
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
+from libra.loop.episode import Episode
 from libra.loop.metrics import Tally
-from libra.loop.rollout import Episode, TurnReport
 from libra.loop.tracking import Tracking
+from libra.loop.turn_maker import TurnReport
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
 from libra.records.files import LineFile, writing
@@ -120,8 +121,7 @@ class Recorder:
 
     def turn(self, report: TurnReport) -> None:
         """Record a served turn, with the reason if it changed engines. The timeline shows all turns of one episode at a
-        time: hundreds run at once, and following one shows its queues, tools and moves.
-        """
+        time: hundreds run at once, and following one shows its queues, tools and moves."""
         if self._began is not None and self._followed is None:
             self._followed = report.trajectory
         if report.trajectory == self._followed:

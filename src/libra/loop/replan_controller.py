@@ -66,8 +66,7 @@ class ReplanController:
 
     def begin(self, step: int) -> None:
         """Begin the first period after `step`. A run that borrows plans before its first step: whether a loan pays, and
-        for which contexts, depends on grants that were unknown when the configuration was written.
-        """
+        for which contexts, depends on grants that were unknown when the configuration was written."""
         self._step = step
         self._lost = self._any_idle()  # lost before this controller could plan around it
         borrows = any(worker.lent is not None for worker in self.executor.pool.healthy())
@@ -167,8 +166,7 @@ class ReplanController:
 
     def _price(self, allocation: Allocation, tried: bool, ahead: bool = True) -> Prediction | None:
         """The price of an allocation for the forecast work of the next period, or, unless `ahead`, for the currently
-        tracked work; None if it does not fit.
-        """
+        tracked work; None if it does not fit."""
         site, replanner = self._site(allocation if tried else None), self.observations.replanner
         [question] = site.questions([replanner.forecast(site) if ahead else replanner.scenario(site)])
         return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
@@ -178,8 +176,7 @@ class ReplanController:
 
     async def _decide(self, steps_left: int, untried: bool = False) -> None:
         """Plan, decide, and carry the decision out, during the steps. An `untried` current allocation is no safer than
-        the proposed one: uncertain work or prices are then no reason to keep it.
-        """
+        the proposed one: uncertain work or prices are then no reason to keep it."""
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
             # Without a lent device nothing is wrong; but one that came back is borrowed again.

@@ -34,8 +34,7 @@ _RESUMED_AS_STARTED = (
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a run directory, which is made if it does not exist. Raises `ConfigError` if another process
-    holds it or something else has its name, `DiskError` if the file cannot be made.
-    """
+    holds it or something else has its name, `DiskError` if the file cannot be made."""
     path = directory / LOCK
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ConfigError(f"name: {path} is not a regular file; remove it")
@@ -70,8 +69,7 @@ def check_not_running(directory: Path) -> None:
 def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> RunConfig:
     """Empty the run directory if `overwrite`; `config.json` marks it as a run's from the first moment. The caller holds
     its lock. The directory is checked again: another run may have begun and ended since. Returns the configuration of
-    the run: a resumed run keeps the arithmetic that `auto` once chose. Raises `ConfigError`, `DiskError`.
-    """
+    the run: a resumed run keeps the arithmetic that `auto` once chose. Raises `ConfigError`, `DiskError`."""
     directory = config.run_directory
     check_run_directory(config, resume, overwrite)
     if overwrite:

@@ -79,8 +79,7 @@ class RunningTurn:
         returned: ToolReturn | None = None,
     ) -> None:
         """The turn starts where `draft` ends, after the tool return `returned`, and ends with `stop_token` or after
-        `most_tokens`.
-        """
+        `most_tokens`."""
         self._draft, self._task, self._fleet = draft, task, fleet
         self._stop_token = stop_token
         self._returned = returned  # until the policy has got it

@@ -139,8 +139,7 @@ class Tracking:
 
 def step_values(record: StepRecord) -> dict[str, float]:
     """Values of a step by name: `libra/plan/*` of the split, `libra/pool/*` of the devices, `libra/router/*` of the
-    generated turns, and the usual values of trainers.
-    """
+    generated turns, and the usual values of trainers."""
     total = sum(sum(causes.values()) for causes in record.device_seconds.values())
     causes: dict[str, float] = {}
     for its in record.device_seconds.values():

@@ -15,6 +15,7 @@ from libra.backends.protocols import StepResult, Trainer
 from libra.config.run import TrainingConfig
 from libra.exec.journal import CheckpointWritten, Journal
 from libra.loop.checkpoint import Recorded, RunState, save_checkpoint
+from libra.loop.episode import EpisodeMaker
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import ServingFleet
 from libra.loop.groups import Groups, StepBatch, episode_id, make_batch
@@ -23,7 +24,6 @@ from libra.loop.process_controller import RunExecutor
 from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
-from libra.loop.rollout import Rollout
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
 
@@ -47,7 +47,7 @@ class TrainingLoop:
     executor: RunExecutor
     trainers: Trainer
     fleet: ServingFleet
-    rollout: Rollout
+    rollout: EpisodeMaker
     groups: Groups
     observations: Observations
     controller: ReplanController

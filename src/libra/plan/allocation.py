@@ -49,8 +49,7 @@ class Allocation:
 
     def without(self, shapes: Collection[str]) -> Allocation:
         """The allocation without the engines of `shapes`: the next longer bucket serves their ranges. If they include
-        the last bucket, no engine serves the longest contexts.
-        """
+        the last bucket, no engine serves the longest contexts."""
         left: list[Bucket] = []
         for bucket in self.buckets:
             if bucket.shape not in shapes:

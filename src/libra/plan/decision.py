@@ -39,8 +39,7 @@ ROLE_CHANGE = 4.52
 def switch_cost(request: ClusterRequest) -> SwitchCost:
     """Assumed seconds of role changes of the request's model on its cluster, until some have been measured. A replica
     that starts also waits for its weights and optimiser state, which may all have to cross the slowest network of a
-    node.
-    """
+    node."""
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
     state = model.trained_parameters * training_bytes(recipe, model).total
@@ -119,8 +118,7 @@ class Decision:
     @property
     def doubt(self) -> float:
         """Seconds of a step that the gain has to exceed: both errors, which are independent; 0 if the current
-        allocation has no price.
-        """
+        allocation has no price."""
         return 0.0 if self.current is None else math.hypot(self.uncertainty * self.current.step, self.price_error)
 
 
@@ -190,8 +188,7 @@ def decide(
 
 def expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias = EXACT) -> Prediction:
     """The mean corrected price of an allocation over the cases; the bottleneck is that of the likeliest. Raises
-    ValueError if it does not fit one of them.
-    """
+    ValueError if it does not fit one of them."""
     return _expected(cases, allocation, bias).step
 
 
@@ -223,8 +220,7 @@ def _weigh(
     step: float, gain: float, horizon_steps: float, cost: float, unsure: float, price_error: float
 ) -> tuple[bool, str]:
     """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and the reason. The tracked work
-    has an error of `unsure` seconds of a step, the prices of both sides one of `price_error`.
-    """
+    has an error of `unsure` seconds of a step, the prices of both sides one of `price_error`."""
     if gain <= 0:
         return (
             False,

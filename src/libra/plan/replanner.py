@@ -155,8 +155,7 @@ class Replanner:
         changes, instead of the assumed ones of `libra.plan.decision`. An existing `tracker` keeps its history; it is
         required without a planner. `holds` is the initial estimate of a plan's lifetime, in steps; None: one period.
         With `rehearse`, each change that `step` would make is simulated first, with the latest finished trajectories,
-        and made only if it saves time there, too.
-        """
+        and made only if it saves time there, too."""
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
         self._planner, self._period, self._switch = planner, period, switch

@@ -55,8 +55,7 @@ def lane_figure(
     density: Sequence[Density] = (),
 ) -> Figure:
     """Lanes of spans over time, or over lengths; a lane without records is empty. If lanes have no names, labels that
-    do not fit into their spans are written next to them. A density is drawn above.
-    """
+    do not fit into their spans are written next to them. A density is drawn above."""
     assert x.ends is not None
     named = any(lane.name for lane in lanes)
     room = 3.4 if density else 0.0  # lanes above the first one

@@ -169,13 +169,14 @@ def _training(plan: Plan) -> tuple[str, ...]:
     pool = next(group.pool for group in plan.placement if group.role == "train")
     nodes = request.cluster.node_class(pool)
     step = priced_step(request.model, nodes, request.recipe, request.classes, plan.layout)
-    published = published_mfu(nodes.gpu)
+    fp8 = request.recipe.dtype == "fp8"
+    published = None if fp8 else published_mfu(nodes.gpu)
     beside = (
         "" if published is None else f"; published runs of dense models, which need none, reach {percent(published)}"
     )
     return (
-        f"A training step takes {duration(step.total)}, at {percent(step.mfu)} of the data sheet's FLOP/s (MFU),"
-        f" log-probabilities included{beside}.",
+        f"A training step takes {duration(step.total)}, at {percent(step.mfu)} of the data sheet's FLOP/s"
+        f"{' in bf16' if fp8 else ''} (MFU), log-probabilities included{beside}.",
     )
 
 

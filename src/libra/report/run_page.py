@@ -52,8 +52,7 @@ def render_report(run_directory: Path) -> str:
         health=_health(log) if log.steps else (),
         averaged=max(1, len(log.steps) // 10),
         evaluations=_evaluations(log),
-        lending=next((made(log, run_directory) for made in offered("run page")), None),
-        lent=log.summary.lending.words if log.summary is not None and log.summary.lending is not None else "",
+        chapters=[made(log, run_directory) for made in offered("run page")],
         losses=[(duration(event.time), event.worker or "–", event.text) for event in log.losses],
         events=[
             (duration(event.time), event.kind.replace("_", " "), event.worker or "–", event.text)

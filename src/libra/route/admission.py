@@ -55,8 +55,8 @@ class Admission(Generic[Episode]):
 
     def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
         """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Call it for the
-        oldest group first, and before any other starts. Raises ValueError where it can no longer be trained on in time.
-        """
+        oldest group first, and before any other starts. Raises ValueError where it can no longer be trained on in
+        time."""
         if started_at > self.published:
             raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
         self.start(group)

@@ -37,8 +37,8 @@ def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
 
 def remainders(trajectory: Trajectory) -> Iterator[tuple[int, ToolState | None, int]]:
     """The tokens generated and returned from the start on, and from each tool return on: (number of the turn that
-    begins there, state of the return, tokens). Raises ValueError for an unfinished trajectory, where they are unknown.
-    """
+    begins there, state of the return, tokens). Raises ValueError for an unfinished trajectory, where they are
+    unknown."""
     require_finished(trajectory)
     remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
     yield 0, None, remaining

@@ -132,8 +132,7 @@ class GradientExchange:
 
     def all_reduce(self, tensor: torch.Tensor, seconds: float) -> float:
         """Replace the tensor by its sum over all replicas, in place; waits at most `seconds` for each of them. Returns
-        the seconds that it took. Raises `PeerLostError`; the tensor is then invalid, and this membership is over.
-        """
+        the seconds that it took. Raises `PeerLostError`; the tensor is then invalid, and this membership is over."""
         if self.size <= 1:
             return 0.0
         if self._group is None:
@@ -174,8 +173,7 @@ _LOOK_SECONDS = 0.002  # between two looks at what a core publishes: short again
 
 class ElasticReplica:
     """The link of one process of a replica to other replicas: the controller's orders about them, and the exchange of
-    its trainer's gradients.
-    """
+    its trainer's gradients."""
 
     def __init__(self, state: TrainState, pacer: Pacer, process: int = 0) -> None:
         self.exchange = GradientExchange(process)
@@ -205,15 +203,13 @@ class ElasticReplica:
 
     def keep_up_until(self, interrupted: Callable[[float], bool]) -> None:
         """Follow the core, if this replica follows one, until `interrupted` returns true. `interrupted` gets the
-        seconds that it may wait.
-        """
+        seconds that it may wait."""
         while self._follower is not None and not interrupted(_LOOK_SECONDS):
             self._keep_up()
 
     def stop_following(self) -> None:
         """Stop following. This comes after the answer to `Enter`, since unmapping a large state takes as long as many
-        messages.
-        """
+        messages."""
         self._follower = None
 
     def _enter(self, generation: int) -> Entered:

@@ -35,8 +35,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float] | None:
 
 def denominator(kind: Denominator, sequences: int, tokens: int, constant: float) -> float:
     """Divisor of a whole batch's summed loss: its generated tokens (DAPO), its sequences (GRPO; the loss of each is
-    then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783).
-    """
+    then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783)."""
     match kind:
         case "tokens":
             return float(tokens)

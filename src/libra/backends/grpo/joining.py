@@ -82,8 +82,7 @@ class Joiner:
 
     async def _introduce(self, hold: float | None) -> None:
         """Let all replicas prepare the generation with the joiner, and the joiner follow the core. Do nothing if the
-        joiner is in the middle of a copy and does not answer within `hold` seconds (None: no limit).
-        """
+        joiner is in the middle of a copy and does not answer within `hold` seconds (None: no limit)."""
         members, follows, places = self._membership, self._follows, None
         await self._hear_out()
         async with self._boundary:
@@ -104,8 +103,7 @@ class Joiner:
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
         """Admit the joiner if it holds the core's state and says so within `hold` seconds (None: no limit). Returns the
-        seconds that a step waited at this boundary, or None if the joiner did not enter.
-        """
+        seconds that a step waited at this boundary, or None if the joiner did not enter."""
         members, self._wanted = self._membership, None
         async with self._boundary:
             began = time.monotonic()

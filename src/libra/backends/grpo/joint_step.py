@@ -86,8 +86,7 @@ def tokens_of(share: Sequence[Sample]) -> int:
 
 def divide(order: ToWorker, parts: int) -> list[ToWorker]:
     """Divide a replica's order into one for each of its processes, the leader's first. Raises `ValueError` where there
-    are too few samples.
-    """
+    are too few samples."""
     match order:
         case Train():
             # The loss denominator is no sum over processes: each adds it up with its own kind in the other replicas.

@@ -39,8 +39,7 @@ class Patience:
     """Time limits after which a replica counts as lost. Replicas have nearly the same work, so a replica hangs if it
     needs `factor` times as long as another, plus `floor` seconds. A loaded operating system may delay a healthy process
     by some seconds. Too little patience costs a healthy replica; too much costs only the time that the others wait for
-    a broken one.
-    """
+    a broken one."""
 
     factor: float = 4.0
     floor: float = 10.0  # seconds
@@ -178,8 +177,7 @@ class Membership:
 
     async def prepare(self, replicas: Sequence[Handle]) -> int:
         """Let these replicas form a generation while the present one continues; returns its number. They answer at
-        once; the loss of one shows when the generation is entered.
-        """
+        once; the loss of one shows when the generation is entered."""
         self.prepared += 1
         first, size = replicas[0], len(replicas)
         port = await self._meet_at(first) if size > 1 else 0

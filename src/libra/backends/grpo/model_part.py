@@ -77,8 +77,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 class ModelPart:
     """A trainer's part of the model. In this class every process has the whole model, and `DistributedDataParallel`
-    sums the gradients of several.
-    """
+    sums the gradients of several."""
 
     model: torch.nn.Module  # to call
     parameters: dict[str, torch.nn.Parameter]  # by their names in the whole model
@@ -111,8 +110,7 @@ class ModelPart:
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """The whole parameter `name`, or its whole `name/moment`; this process holds the part `own`. A scalar is the
-        same everywhere. All processes call it.
-        """
+        same everywhere. All processes call it."""
         return own
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:

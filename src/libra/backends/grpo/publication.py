@@ -69,8 +69,7 @@ class Shape(msgspec.Struct, frozen=True):
     @property
     def stride(self) -> int:
         """Bytes from one vector to the next. A slot's vector has one more number, the loss denominator, exchanged with
-        the gradient.
-        """
+        the gradient."""
         return round_up((self.length + 1) * np.dtype(self.dtype).itemsize, mmap.PAGESIZE)
 
     @property
@@ -108,8 +107,7 @@ class Publication(Protocol):
 
     def copy_update(self, number: int, into: Vector) -> Update | None:
         """Fill a flat gradient with the update to state `number`; None if it does not exist yet. Raises `OverrunError`
-        when it is gone, or was overwritten meanwhile.
-        """
+        when it is gone, or was overwritten meanwhile."""
 
 
 class _Map:
@@ -164,8 +162,7 @@ class StateBoard(_Map):
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
         """Context for every change of the state. If it ends with an error, the state stays marked as broken until a
-        change succeeds.
-        """
+        change succeeds."""
         self._sequence[0] |= 1
         yield
         self._header["checksum"] = zlib.crc32(self._vectors[PARAMETERS].view(np.uint8).data)
@@ -209,8 +206,7 @@ class StateBoard(_Map):
 class DeviceBoard(StateBoard):
     """The owner's end if its state is on a GPU. Shared memory holds a copy only during a join: from `mirror(True)` on,
     every change and every update is copied there. Before that, it looks like a state in the middle of a change. One
-    slot is enough: an update is copied out before the next one is made.
-    """
+    slot is enough: an update is copied out before the next one is made."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         import torch

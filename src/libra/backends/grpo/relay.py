@@ -78,8 +78,7 @@ M = TypeVar("M", Greeting, RelayRequest, RelayAnswer)
 
 class StateStream:
     """One end of the connection. Every verb raises `OSError` when the other end is gone, silent or sends an unknown
-    message.
-    """
+    message."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -279,8 +278,7 @@ def serve(stream: StateStream, publication: SharedPublication) -> None:
 
 def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: float) -> StateStream:
     """The first reader that sends the token. Raises `TimeoutError` if none arrives. Raises `ValueError` if it expects
-    another shape, after telling the reader.
-    """
+    another shape, after telling the reader."""
     ends = time.monotonic() + seconds
     while True:
         listener.settimeout(max(0.001, ends - time.monotonic()))

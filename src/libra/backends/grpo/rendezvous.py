@@ -41,8 +41,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
 class _Door:
     """New connections of a listener, read in one thread until they have sent the secret. A stranger costs a descriptor
-    and no thread, however slowly it sends.
-    """
+    and no thread, however slowly it sends."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         listener.setblocking(False)
@@ -110,8 +109,7 @@ class _Door:
 
 class RendezvousServer:
     """The store, in the process of the first replica, served by daemon threads: one for new connections, and one for
-    each connection that has sent the secret.
-    """
+    each connection that has sent the secret."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         """Port 0: any free one. Raises `OSError`."""

@@ -39,8 +39,7 @@ SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes se
 class FlatLayout:
     """All parameters of a model as one vector: shapes by name in its order, and the start of each, in elements. Every
     tensor starts on a cache line. The gaps are zero and stay zero, so a sum, a copy or a checksum of whole vectors is
-    that of their tensors.
-    """
+    that of their tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]
     offsets: Mapping[str, int]
@@ -139,8 +138,7 @@ class TrainState:
 
     def publication_at(self, place: StatePlace | RelayPlace) -> Publication:
         """The publication of another replica of the same model. Raises `LayoutError`, and `OSError` when the replica is
-        gone.
-        """
+        gone."""
         match place:
             case StatePlace():
                 return SharedPublication(place, self.shape)
@@ -180,8 +178,7 @@ class TrainState:
 
     def take_state(self, publication: Publication) -> int | None:
         """Take over the published state. Returns its number; None if it changed during the copy: this replica then has
-        no whole state until the next copy.
-        """
+        no whole state until the next copy."""
         with self.change():
             state = publication.copy_state(self._board.host_vectors)
             if state is not None:
@@ -193,8 +190,7 @@ class TrainState:
 
     def take_update(self, publication: Publication, number: int) -> bool:
         """Make the published step to state `number`; returns False if it does not exist yet. Raises `OverrunError`,
-        with the state unchanged.
-        """
+        with the state unchanged."""
         self._open_slot()
         update = publication.copy_update(number, self._board.host_slot(number))
         if update is None:
@@ -239,8 +235,7 @@ class SilentError(RuntimeError):
 class Follower:
     """A joiner on its way to a core's state, at its own pace while the core steps. It holds exactly state `number` of
     the core, or knows that it holds none: one snapshot, then the later updates, each once and in order. A new snapshot
-    replaces a missed update, a bounded number of times.
-    """
+    replaces a missed update, a bounded number of times."""
 
     def __init__(self, publication: Publication, state: TrainState) -> None:
         self._publication, self._state = publication, state
@@ -250,8 +245,7 @@ class Follower:
 
     def advance(self) -> None:
         """Follow until nothing more is published, or the core is in the middle of a change that has to end first.
-        Raises `BehindError`, `SilentError`, `UnreachableError`.
-        """
+        Raises `BehindError`, `SilentError`, `UnreachableError`."""
         while True:
             if self.number is None:
                 if not self._at_rest():

@@ -243,8 +243,7 @@ class TrainerProcess:
 
     def _micro_batches(self, samples: list[Sample]) -> Iterator[tuple[list[Sample], bool]]:
         """Micro-batches, and whether each is the last. Every process of the replica makes equally many, since they meet
-        in each; a process without further samples adds nothing.
-        """
+        in each; a process without further samples adds nothing."""
         batches = list(micro_batches(samples, self._settings.micro_batch_tokens))
         rounds = self._inside.largest(len(batches))
         for number in range(rounds):

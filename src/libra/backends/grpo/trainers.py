@@ -62,8 +62,7 @@ def start_order(
 ) -> StartTrainer:
     """The order to the worker at this `link` to train this model. `share`: of its slot's core, or of its GPU;
     `precision`: the chosen one; `cores`: None for those of its slot; `hashed`: whether a GPU may seal weights with its
-    own hash, which replaces the CRC of all bytes.
-    """
+    own hash, which replaces the CRC of all bytes."""
     on_cpu = link.device == CPU
     return StartTrainer(
         model_directory=str(model),
@@ -106,8 +105,7 @@ class Trainers:
         port: int = 0,
     ) -> None:
         """`core` is the first replica; `kill` ends the process of one that hangs. Replicas meet at `port` of the first
-        one's node; 0: any free one.
-        """
+        one's node; 0: any free one."""
         self._patience, self._kill = patience, kill
         self._members = Membership(core, kill, patience, port)
         self.publisher = core  # the replica on whose node the newest weights are; it may be lost by now
@@ -148,8 +146,7 @@ class Trainers:
     async def join(self, replica: Handle, core: bool = False) -> float:
         """Admit a started replica while the others continue: it follows a core until it holds the same state, and
         contributes from the next step on. Returns the seconds that a step waited for its entry. Raises `JoinError` (its
-        process is then ended), and `WorkerLostError` when it is lost.
-        """
+        process is then ended), and `WorkerLostError` when it is lost."""
         async with self._changing:
             try:
                 return await Joiner(replica, core, self._members, self.boundary, self._step_seconds).join()
@@ -240,8 +237,7 @@ class Trainers:
 
     async def save(self, directory: Path, optimiser: bool) -> None:
         """Have a core replica write its state, in Hugging Face layout. Raises `DiskError`, without leaving part of a
-        file.
-        """
+        file."""
         try:
             await self.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
         except WorkerFailedError as error:  # it was alive, and could not do it

@@ -74,8 +74,7 @@ class _Place:
 
 class ClusterLauncher:
     """See `WorkerLauncher` for its verbs. `slots` has the place of each slot; `marks` are files that every node must
-    see. A place that loses `most_losses` nodes within an hour, failed starts included, is given up.
-    """
+    see. A place that loses `most_losses` nodes within an hour, failed starts included, is given up."""
 
     def __init__(
         self,

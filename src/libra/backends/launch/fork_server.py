@@ -125,8 +125,7 @@ class ForkServer:
 
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
         """Fork a worker at the other end of `connection`, which is closed here; returns its process id. Raises
-        `ForkError`, and `LaunchError` when no worker can be forked any more.
-        """
+        `ForkError`, and `LaunchError` when no worker can be forked any more."""
         # The answer to a caller that gives up waiting has to be read: the next caller would take it for its own.
         return await asyncio.shield(asyncio.create_task(self._fork(name, connection, environment)))
 
@@ -161,8 +160,7 @@ class ForkServer:
 
     async def gone(self, pid: int) -> None:
         """Wait until the worker and its forks have ended; they are killed if they do not end by themselves. Raises
-        `TimeoutError` when even that does not end them.
-        """
+        `TimeoutError` when even that does not end them."""
         process = self._running.get(pid)
         if process is None:
             return
@@ -306,8 +304,7 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
 def _require_clean() -> None:
     """Raises `ForkError` if a fork would inherit state that it cannot use: a CUDA context, or locks of other
-    threads.
-    """
+    threads."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise ForkError("a library has opened a CUDA context in the fork server; see its log")
@@ -316,9 +313,9 @@ def _require_clean() -> None:
 
 
 def _import_everything(kind: DeviceKind) -> None:
-    """Import the modules of engines and trainers, so that a fork has them. vLLM's worker for CPUs replaces streams,
-    events and pinned memory of CUDA in all of torch: no process may have both workers.
-    """
+    """Import what engines and trainers need, so that a fork has it already. vLLM's worker for CPUs replaces streams,
+    events and pinned memory of CUDA in all of torch: no process may have both workers."""
+    import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen3
     import vllm.v1.executor.uniproc_executor
     from vllm.model_executor.models import ModelRegistry
@@ -334,6 +331,7 @@ def _import_everything(kind: DeviceKind) -> None:
     # vLLM inspects a model that it knows only by name in a process of its own, once for every engine until one has kept
     # the result: that takes as long as importing vLLM, and the process outlives a worker that is killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
+    ModelRegistry.register_model("LlamaForCausalLM", vllm.model_executor.models.llama.LlamaForCausalLM)
 
 
 def _probe(kind: DeviceKind) -> Bf16Speed:

@@ -90,8 +90,7 @@ class WorkerLauncher(WeightStore, Protocol):
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
         """Start one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` when no
-        worker can be started any more.
-        """
+        worker can be started any more."""
         ...
 
     def kill(self, link: WorkerLink) -> None:
@@ -135,8 +134,7 @@ class AgentLauncher(WorkerLauncher, Protocol):
 
     async def join(self, engine: Handle) -> Lent:
         """Borrow the engine of an agent, by the link that was spawned for it. Raises `LenderRefusedError`,
-        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`.
-        """
+        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         ...
 
     def begin(self, published: RunWeights) -> None:
@@ -151,19 +149,21 @@ class AgentLauncher(WorkerLauncher, Protocol):
 class LocalLauncher:
     """See `WorkerLauncher` for its verbs. All slots are on this machine, and their workers share memory."""
 
-    def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = ()) -> None:
-        """`devices` are those of the slots; none: all are CPU slots."""
-        self._fork_server, self._devices = fork_server, devices
+    def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()) -> None:
+        """`devices` are those of the slots; none: all are CPU slots, each at its place, by default its number."""
+        self._fork_server, self._devices, self._places = fork_server, devices, places
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name(bool(devices))
         self.slots_changed: Callable[[], None] = lambda: None  # never called
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, logs: Path, devices: Sequence[SlotDevice] = ()) -> AsyncIterator[LocalLauncher]:
-        """A starting launcher, closed at the end."""
+    async def open(
+        cls, logs: Path, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()
+    ) -> AsyncIterator[LocalLauncher]:
+        """A launcher that is starting; closed on the way out."""
         logs.mkdir(parents=True, exist_ok=True)
-        launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices)
+        launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices, places)
         try:
             yield launcher
         finally:
@@ -196,7 +196,7 @@ class LocalLauncher:
             ours.close()
             raise
         channel = await ControllerChannel.open(ours)
-        core = self._cores[slot % len(self._cores)]
+        core = self._cores[(self._places[slot] if self._places else slot) % len(self._cores)]
         return WorkerLink(name, pid, channel, self._cores, core, device=device)
 
     def kill(self, link: WorkerLink) -> None:

@@ -53,8 +53,7 @@ class ClusterNode:
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
         """Get ready to fork. `marks` are files that must exist here, with their contents: the controller wrote them on
-        its machine. Raises `LaunchError`.
-        """
+        its machine. Raises `LaunchError`."""
         for path, text in marks.items():
             if not Path(path).is_file() or Path(path).read_text() != text:
                 raise LaunchError(
@@ -69,8 +68,7 @@ class ClusterNode:
 
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
         """Fork a worker that connects to the controller and identifies itself by the token. Returns its process id.
-        Raises `ForkError`, `LaunchError`, `OSError`.
-        """
+        Raises `ForkError`, `LaunchError`, `OSError`."""
         connection = await asyncio.to_thread(_connect, controller, token)
         environment = SlotDevice("cuda", (self._devices[slot],)).environment if self._devices else {}
         return await self._started.fork(name, connection, environment)
@@ -89,8 +87,7 @@ class ClusterNode:
 
     async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Vector) -> None:
         """Store weights here; `content` is the result of `read`. Raises `WeightUpdateError` if they did not arrive
-        whole, or `base` is not here.
-        """
+        whole, or `base` is not here."""
         weights = WeightBuffer(self._started.weights, size)
         await asyncio.to_thread(_write, weights, order, base, content)
 
@@ -184,8 +181,7 @@ class Reception:
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[bytes, asyncio.Future[ControllerChannel]]]:
         """A token for one worker, and its channel when it connects; afterwards the token is invalid. The channel is the
-        caller's. If the context ends with an error, the channel is closed, which ends a worker at its other end.
-        """
+        caller's. If the context ends with an error, the channel is closed, which ends a worker at its other end."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         arrival: asyncio.Future[ControllerChannel] = asyncio.get_running_loop().create_future()
         self._expected[token] = arrival

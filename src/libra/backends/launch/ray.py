@@ -44,8 +44,7 @@ class _NodeActor(ClusterNode):
 
     async def read_apart(self, order: LoadWeights, size: int, base: LoadWeights | None) -> tuple[None, Any]:
         """Return None once the weights are whole, and the weights: two Ray objects, so waiting for the first does not
-        move the second.
-        """
+        move the second."""
         return None, await self.read(order, size, base)
 
 
@@ -143,8 +142,7 @@ class SlotOffer:
 def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
     """Place of each slot. A node has one for each accelerator, or for each `share` of a core if no node has any; at
     most `most`. Nodes without room and nodes that are not needed are left out, and the others are numbered in order.
-    Raises `LaunchError` if there is too little room.
-    """
+    Raises `LaunchError` if there is too little room."""
     accelerated = any(offer.gpus >= 1 for offer in offers)
     rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]
     rooms = [each if most is None else min(each, most) for each in rooms]
@@ -163,8 +161,7 @@ def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int 
 @contextlib.asynccontextmanager
 async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
     """A starting launcher, in the configured Ray cluster or in one started for this context; closed at the end. Raises
-    `LaunchError`, `DiskError`.
-    """
+    `LaunchError`, `DiskError`."""
     with _marks((logs, cache_directory())) as marks, _ray(cluster.ray_address, logs):
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -194,8 +191,7 @@ def _amount(count: int, each: float) -> float:
 @contextlib.contextmanager
 def _ray(address: str | None, logs: Path) -> Iterator[None]:
     """Connect to a cluster. A cluster started here has this machine's cores, and listens on 127.0.0.1. Ray's output
-    goes to `<logs>/ray.log`; otherwise Ray would print it among the results.
-    """
+    goes to `<logs>/ray.log`; otherwise Ray would print it among the results."""
     with contextlib.ExitStack() as stack:
         logs.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))

@@ -137,8 +137,7 @@ class Interrupt(Message, frozen=True):
 
 class Save(Message, frozen=True):
     """Save the available KV of this context, whole blocks from its beginning on; answered by `Saved`. Turns continue
-    meanwhile.
-    """
+    meanwhile."""
 
     tokens: list[int]
     salt: str | None  # that of its `Generate`
@@ -205,8 +204,7 @@ class NotNow(Message, frozen=True):
 
 class Generated(Message, frozen=True):
     """Tokens that an engine generated since its last report, and its counters since it started. Sent every
-    `report.REPORT_SECONDS` while it has work, and at once when a turn ends.
-    """
+    `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
 
     pieces: list[Piece]  # those of one turn in order
     ended: list[str]  # turns that generate no more; all their pieces have come

@@ -131,8 +131,7 @@ class WeightBuffer:
         self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor], *, hashed: bool = False
     ) -> int:
         """Store the weights in the types of the layout, one at a time in its order. Returns their checksum: CRC-32, or
-        if `hashed` a hash from the weights' device, which also seals the buffer.
-        """
+        if `hashed` a hash from the weights' device, which also seals the buffer."""
         seal = self._seals[buffer : buffer + 1]
         seal["sealed"] = 0  # first: what follows may end in the middle
         checksum = 0
@@ -174,8 +173,7 @@ class WeightBuffer:
 
     def verify(self, buffer: int, checksum: int) -> None:
         """Raises `WeightUpdateError` if the buffer does not match the checksum. A sealed buffer was written completely
-        by a process of this machine, so its seal is compared instead of every byte.
-        """
+        by a process of this machine, so its seal is compared instead of every byte."""
         seal = self._seals[buffer]
         found = int(seal["checksum"]) if seal["sealed"] == _SEALED else self.checksum(buffer)
         if found != checksum:
@@ -218,8 +216,7 @@ class Filled:
 class KVBuffer:
     """One map of frames for KV blocks, of fixed size, made by the controller. `payload` has a row of bytes for each. A
     frame names its transfer, its block, the weights under which it was computed, and the checksum of its bytes. Readers
-    accept that whole block, or nothing.
-    """
+    accept that whole block, or nothing."""
 
     def __init__(self, memory: mmap.mmap, place: KVBufferPlace) -> None:
         self._headers = np.frombuffer(memory, _HEADER, place.frames)

@@ -111,8 +111,7 @@ class Enter(Message, frozen=True):
 
 class StatePlace(msgspec.Struct, frozen=True, tag=True):
     """Place where one process of a replica publishes its part of the state, on its own node: a file that process `pid`
-    holds open.
-    """
+    holds open."""
 
     pid: int
     descriptor: int  # of that process
@@ -149,8 +148,7 @@ class Follow(Message, frozen=True):
 
 class CatchUp(Message, frozen=True):
     """Answer when level with state `number` of the followed core and ready to enter membership `generation`, or after
-    `seconds`.
-    """
+    `seconds`."""
 
     number: int
     generation: int
@@ -199,8 +197,7 @@ class TrainingMeasured(Message, frozen=True):
 
 class TokenSums(msgspec.Struct, frozen=True):
     """Sums of a share or a part of it: over all tokens that went through the model, and over the policy's own
-    tokens.
-    """
+    tokens."""
 
     forward_tokens: int = 0
     generated_tokens: int = 0

@@ -47,8 +47,7 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
 
 def drained(core: Any, step: Callable[[], Made]) -> Iterator[Made]:
     """Finish the batches in flight in vLLM's `EngineCore`, without scheduling more. Returns the results of these steps.
-    Requests stay in their place.
-    """
+    Requests stay in their place."""
     if not core.batch_queue:  # None where it does not schedule ahead
         return
     from vllm.v1.core.sched.interface import PauseState

@@ -169,8 +169,7 @@ class VllmEngine:
 
     def load(self, order: LoadWeights) -> None:
         """Load a new version between two iterations, with none in flight. On `WeightUpdateError` the old one stays: the
-        check precedes vLLM's reload, which first empties the layers.
-        """
+        check precedes vLLM's reload, which first empties the layers."""
         if self._engine.engine_core.engine_core.batch_queue:
             raise RuntimeError("an iteration is in flight: its tokens would be of two versions")
         self._buffer.verify(order.buffer, order.checksum)

@@ -60,8 +60,7 @@ class EngineHandle(Handle):
     ) -> None:
         """`on_recall` is called when its device is recalled, and when it is lent again; None: it is the engine's own.
         `on_load` is called when the engine loaded weights by itself, with the seconds of the pause; None: it has to
-        `load`.
-        """
+        `load`."""
         self._on_recall, self._on_load = on_recall, on_load
         self.loan: LoanState | None = None
         self._recalls, self._began = 0, time.monotonic()
@@ -102,8 +101,7 @@ class EngineHandle(Handle):
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
         """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they arrive.
-        Raises `WorkerLostError` if the engine is lost first; `take` has then had all tokens that arrived.
-        """
+        Raises `WorkerLostError` if the engine is lost first; `take` has then had all tokens that arrived."""
         if self.lost:
             raise WorkerLostError(f"engine {self.name} is gone")
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,8 +144,7 @@ class EngineHandle(Handle):
 
     async def vacate(self, deadline: float) -> None:
         """Stop all turns now, and wait until the KV that they need is saved, `deadline` seconds at most. A turn
-        requests its KV before any other task learns that it left.
-        """
+        requests its KV before any other task learns that it left."""
         for turn in self._turns:
             self.interrupt(turn)
         ends = time.monotonic() + deadline

@@ -174,8 +174,7 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
 
 def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -> HandoverMeasured:
     """Time both sides of a handover, with one engine as both: it saves a context, forgets it, and fetches it. The cost
-    of fetching is the extra time of the request over one with its context in the prefix cache.
-    """
+    of fetching is the extra time of the request over one with its context in the prefix cache."""
     numbers = count(order.transfer.number)
 
     def first_token(context: list[int], name: str, transfer: KVTransfer | None = None) -> float:

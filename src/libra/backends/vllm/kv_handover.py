@@ -65,8 +65,7 @@ SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not wait
 @dataclass(slots=True)
 class ContextMove:
     """The move of a context to another engine. `seconds` is the time from the request for its KV to its arrival: only
-    this turn waits, others continue.
-    """
+    this turn waits, others continue."""
 
     context: int  # tokens that the engine before held of it
     handed_tokens: int = 0  # taken from there; all others are computed again
@@ -105,8 +104,7 @@ class KVHandover:
 
     def place(self, engine: Engine) -> KVBufferPlace | None:
         """The place where an engine finds the memory. None for an engine on another node, and for one that saves
-        nothing because its device is lent for steps that generate.
-        """
+        nothing because its device is lent for steps that generate."""
         return self.memory.place if engine.link.node == _NODE and not engine.lent else None
 
     def price_by(self, profile: DeviceProfile) -> None:
@@ -115,16 +113,14 @@ class KVHandover:
 
     def may_pay(self, tokens: int) -> bool:
         """Whether a context of at most this many tokens may be handed over. If it pays for one length, it pays for
-        longer ones. While costs are unknown it may.
-        """
+        longer ones. While costs are unknown it may."""
         return self._profile is None or handover_pays(self._profile, tokens)
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: Engine, target: Engine
     ) -> tuple[KVTransfer | None, ContextMove]:
         """Have `source` save its KV of a context, for a request that is sent to `target` as soon as this returns. The
-        returned move is complete when that request has its first token.
-        """
+        returned move is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
         change = ContextMove(len(tokens))
         transfer = self._lease(blocks, source, target, change)

@@ -54,8 +54,7 @@ class Report:
 
     def due(self, now: float) -> bool:
         """Whether to report now: the end of a turn at once, tokens and counters when there are some and the interval
-        has passed. Iterations are reported even without tokens: a silent engine counts as lost.
-        """
+        has passed. Iterations are reported even without tokens: a silent engine counts as lost."""
         if self._ended:
             return True
         return self._iterations > self._told_iterations and now - self._told_at >= REPORT_SECONDS

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -70,6 +71,8 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            _pack_tied_output(self.model)
         if current_platform.is_cuda():
             current_platform.synchronize()
 
@@ -80,6 +83,14 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
     def trainer_send_weights(*_: object, **__: object) -> None:
         """Raises: trainers write into the buffers. vLLM 0.26 requires the method."""
         raise NotImplementedError("weights are published in shared memory")
+
+
+def _pack_tied_output(model: torch.nn.Module) -> None:
+    """Pack an output layer that is tied to the embeddings: on CPU it multiplies by a packed copy, which a reload of the
+    embeddings leaves behind."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and model.config.tie_word_embeddings:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 class KnowsSharedMemory:

@@ -22,8 +22,7 @@ _LENGTH = struct.Struct("<I")
 
 def difference(base: Vector, new: Vector) -> Vector:
     """Difference from the bytes of one version to those of another: for each chunk a length, then the delta, or all its
-    bytes where they are fewer. Bytes are treated as numbers of 16 bits: exact, and little worse for fp32.
-    """
+    bytes where they are fewer. Bytes are treated as numbers of 16 bits: exact, and little worse for fp32."""
     grid, parts = Grid(len(base), "bfloat16"), list[bytes]()
     for number in range(len(grid)):
         fresh = grid.numbers(new, number)

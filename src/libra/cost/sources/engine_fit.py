@@ -69,8 +69,7 @@ def fit_engine(
 ) -> EngineFit:
     """Fit constants near `host` and `terms` for an engine with CUDA graphs of these `sizes` and the kernel times of
     `grid`. `source` describes the measurement. With `experts` the grid is trusted less, and decodes are fitted, too.
-    Raises ValueError if there are too few measurements.
-    """
+    Raises ValueError if there are too few measurements."""
     if len(iterations) < 2 * _FOLDS:
         raise ValueError(f"{len(iterations)} iterations are too few to fit an engine: measure {2 * _FOLDS} or more")
     if terms.linear is None:
@@ -190,8 +189,7 @@ class _Parts:
 
 def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
     """The constants, fitted to the `used` iterations. Launch times also start above and below their first guess, since
-    one that is shorter than all kernels would never be fitted.
-    """
+    one that is shorter than all kernels would never be fitted."""
     found = [_by_turns(parts, before, used, begun) for begun in _BEGINNINGS]
     return min(found, key=lambda constants: _misfit(parts, before, used, constants))
 

@@ -26,8 +26,7 @@ def expert_tables(
     gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int], quantization: Quantization = AS_STORED
 ) -> tuple[float, ...]:
     """Seconds of one layer's experts on each of `ranks` GPUs that divide them, for `each` number of tokens of every
-    GPU, evenly over all experts. Raises `NoTablesError`.
-    """
+    GPU, evenly over all experts. Raises `NoTablesError`."""
     operator = _experts(gpu, model, 1, ranks, quantization, "balanced")
     return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
 

@@ -199,8 +199,7 @@ class LayerKernels:
 
     def decode_beside_experts(self, tokens: Array, cached: Array) -> Array:
         """The layers with experts, without the experts, and the layers without an MLP, as in `decode_attention`: the
-        work of an attention rank if FFN ranks have the experts.
-        """
+        work of an attention rank if FFN ranks have the experts."""
         return self._beside(tokens, lambda mixer: self._decode(mixer, tokens, cached))
 
     def prefill_beside_experts(self, tokens: Array, prefix: Array) -> Array:
@@ -249,8 +248,7 @@ class LayerKernels:
 
     def experts_of(self, tokens: Array, ranks: int) -> Array:
         """The experts of one layer on one of `ranks` GPUs that divide them, as in `_experts`. All ranks together have
-        `tokens` tokens, and routing is assumed to be uniform.
-        """
+        `tokens` tokens, and routing is assumed to be uniform."""
         experts = self.model.experts
         assert experts is not None
         touched = experts.count / ranks * (1 - (1 - experts.active / experts.count) ** tokens)
@@ -280,8 +278,7 @@ class LayerKernels:
 
     def _experts(self, tokens: Array) -> Array:
         """Grouped products that read each expert they touch once, between a gather of the tokens by expert and their
-        weighted sum, which every GPU does in full. Routing is assumed to be uniform.
-        """
+        weighted sum, which every GPU does in full. Routing is assumed to be uniform."""
         experts = self.model.experts
         assert experts is not None
         touched = experts.count * (1 - (1 - experts.active / experts.count) ** tokens)

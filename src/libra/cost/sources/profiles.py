@@ -144,8 +144,7 @@ def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -
 
 def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
     """Raise `ConfigError` unless the calibration is of the nodes' GPU, by name (`NVIDIA A100-SXM4-40GB` is A100-40GB).
-    If Libra knows neither name, a rate must be one that the GPU's data sheet allows.
-    """
+    If Libra knows neither name, a rate must be one that the GPU's data sheet allows."""
     gpu = nodes.gpu
 
     def named(name: str) -> bool:

@@ -37,8 +37,7 @@ def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
 
 def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[int, ...]:
     """Tensor-parallel degrees of an engine on these nodes: those inside a node. If none of them holds a trajectory of
-    `max_length` and the framework can start larger ones, also the two smallest of whole nodes that do.
-    """
+    `max_length` and the framework can start larger ones, also the two smallest of whole nodes that do."""
     inside, quantization = tensor_degrees(model, nodes), rollout_quantization(recipe)
 
     def holds(tp: int) -> bool:

@@ -28,8 +28,7 @@ def dense_latent(fields: Fields) -> Stack:
 
 def indexed(fields: Fields) -> Stack:
     """DeepSeek-V3.2 and GLM-5: an indexer chooses the keys; some layers use that of an earlier one
-    (`indexer_types`).
-    """
+    (`indexer_types`)."""
     layers, topk = layer_count(fields), fields.count("index_topk")
     for field in ("head_dim", "qk_head_dim", "num_experts", "layer_types"):
         fields.value(field)
@@ -93,8 +92,7 @@ def _ratios(fields: Fields, layers: int) -> list[int] | None:
 
 def _compressed(fields: Fields, ratio: int) -> CompressedAttention:
     """The attention of layers with this ratio: with a small one (4 in the paper), an indexer chooses among the
-    vectors.
-    """
+    vectors."""
     if ratio not in (0, 4, 128):
         raise fields.error("compress_ratios", f"{ratio} has no price; known are 0, 4 and 128")
     chooses = ratio == 4

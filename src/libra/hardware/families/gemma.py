@@ -46,8 +46,7 @@ def gemma4(fields: Fields) -> Stack:
 
 def _experts(fields: Fields) -> Experts:
     """Routed experts in addition to the MLP, which every token takes; the router has a scale for each of its inputs and
-    outputs.
-    """
+    outputs."""
     count = fields.count("num_experts")
     return Experts(
         count,

@@ -86,8 +86,7 @@ _WINDOW = ("sliding_attention", "sliding_window", "local", "sliding")
 
 def reaches(fields: Fields, layers: int, every: int = 0, window: str = "sliding_window") -> list[Reach]:
     """Keys that each layer sees, by `layer_types`. Without these, all keys in each `every`-th layer and a window in the
-    others; 0: a window in all of them. Without a window all keys.
-    """
+    others; 0: a window in all of them. Without a window all keys."""
     width = fields.count(window, minimum=0, otherwise=0)
     windowed = Reach(width) if width else ALL
     types = fields.pattern("layer_types", layers)

@@ -38,8 +38,7 @@ class RouterFile(Section):
 
 class Router:
     """verl's protocol `RequestLoadBalancer`, and four calls of an agent loop that reports more: `began`, `answered`,
-    `returned` and `finished`, or `forget`. A trajectory is a `request_id` of verl.
-    """
+    `returned` and `finished`, or `forget`. A trajectory is a `request_id` of verl."""
 
     def __init__(self, servers: dict[str, Any], yaml_config: dict[str, Any]) -> None:
         """Servers by address, and the router's file. Raises ValueError that names the wrong key."""

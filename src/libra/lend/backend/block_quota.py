@@ -48,8 +48,7 @@ class BlockQuota:
     def in_the_way(self, count: int) -> list[str]:
         """Requests, by the scheduler's names, that have to end before `count` blocks can be taken; the last admitted
         goes first. If that is not enough, all requests with blocks: others hold the rest for a moment, such as KV being
-        saved for another engine.
-        """
+        saved for another engine."""
         missing, gone = count - self.free, []
         manager, used = self._scheduler.kv_cache_manager, Counter[int]()
         for request in reversed(self._admitted()):
@@ -83,8 +82,7 @@ class BlockQuota:
 
     def give(self, count: int) -> int:
         """Give up to `count` taken blocks back to the engine; returns how many: fewer if the device lacks memory for
-        them.
-        """
+        them."""
         count = min(max(count, 0), len(self._held))
         if count:
             count = self._pages.restore([block.block_id for block in self._held[-count:]])

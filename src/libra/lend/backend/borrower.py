@@ -70,8 +70,7 @@ class GatedBorrower:
         missed: float = 0.0025,
     ) -> None:
         """`shortest` is the gate's, `most_tokens` the engine's own `max_num_batched_tokens`, `recall` the rule's if it
-        has one, `missed` the share of steps that may exceed their bound.
-        """
+        has one, `missed` the share of steps that may exceed their bound."""
         facts = token.about()
         self._token, self._rule, self._recall, self._device = token, rule, recall, device
         self._shortest, self._record = shortest, record

@@ -62,8 +62,7 @@ class BorrowerToken:
 
     def wish(self, seconds: float) -> None:
         """Publish the slack of serving that makes a grant useful: one serving step and the shortest rollout step. 0:
-        there is nothing to do.
-        """
+        there is nothing to do."""
         self._page.fields.wish = seconds
 
     def say_kv(self, asked: int, held: int) -> None:
@@ -73,8 +72,7 @@ class BorrowerToken:
 
     def try_take(self, expires: float) -> bool:
         """Take the device if it is free; serving waits until `expires` at most. Read serving's notice again before
-        using the device: it may have changed until now. From now on only new requests change it.
-        """
+        using the device: it may have changed until now. From now on only new requests change it."""
         # Before the lock: a process that finds it taken reads until when.
         self._page.fields.expires = expires
         if not self._page.lock():

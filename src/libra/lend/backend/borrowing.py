@@ -82,8 +82,7 @@ class Borrowing:
 
     async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
         """End the run's own servers. Returns the gains and costs of the `loans`, recalled `recalls` times; None if the
-        run does not borrow.
-        """
+        run does not borrow."""
         if self.servers is None and self.agents is None:
             return None
         known = [loan for loan in loans if loan is not None]

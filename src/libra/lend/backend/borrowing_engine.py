@@ -138,8 +138,7 @@ class BorrowingEngine:
     def rest(self) -> float | None:
         """Note that there are no turns. Returns the seconds after which to call `settle` anyway, to ask whether the
         device is lent again, or to read the times of serving's steps. None: no memory is due, the device is not
-        recalled, and enough is known.
-        """
+        recalled, and enough is known."""
         self._since = None
         if self.away:
             self._borrower.watch()

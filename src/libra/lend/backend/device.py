@@ -30,8 +30,7 @@ class LentDevice(Protocol):
 
 class Cores:
     """CPU cores. Work on them is done when the call returns. With a `share` below 1 they emulate a slower device: the
-    process with the token sleeps for the difference.
-    """
+    process with the token sleeps for the difference."""
 
     def __init__(self, share: float = 1.0) -> None:
         if not 0 < share <= 1:

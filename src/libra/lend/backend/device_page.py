@@ -183,8 +183,7 @@ class DevicePage:
 
     def only(self, who: str, refusal: str) -> int:
         """The descriptor of a lock that one process can have, on the file itself and not on its name. Raises
-        LendingError.
-        """
+        LendingError."""
         only = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.fcntl(only, fcntl.F_OFD_SETLK, _RANGE.pack(fcntl.F_WRLCK, os.SEEK_SET, _ROLES.index(who), 1, 0))

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from libra.backends.transport.engine_messages import LoadWeights, WeightsPlace
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import WeightsFollower, WeightsProcessError
 from libra.exec.background import background
+from libra.lend.weights.processes import WeightsFollower, WeightsProcessError
 from libra.records.files import DiskError
 
 
 class EngineWeights:
     """`memory` is the descriptor of the memory that engines load from. `load` makes the present engine load a version,
-    and returns when it has, or is gone; `lost` is called with the reason when no further versions will arrive.
-    """
+    and returns when it has, or is gone; `lost` is called with the reason when no further versions will arrive."""
 
     def __init__(
         self,

@@ -29,8 +29,7 @@ class KVLayout:
     @classmethod
     def of(cls, scheduler: Any) -> KVLayout:
         """`scheduler` is vLLM's, of an engine core that has its KV cache. Raises LendingError if the cache has no
-        blocks in one piece, or is in another process.
-        """
+        blocks in one piece, or is in another process."""
         blocks: int = scheduler.kv_cache_config.num_blocks
         layers = scheduler.vllm_config.compilation_config.static_forward_context
         names = [name for group in scheduler.kv_cache_config.kv_cache_groups for name in group.layer_names]

@@ -32,8 +32,7 @@ class CededKV:
 
     def settle(self, token: ServingToken) -> None:
         """Before a step: cede the requested blocks that serving can spare. Take back blocks that rollout does not hold,
-        or that requests need.
-        """
+        or that requests need."""
         blocks, asked = self._blocks, token.kv_asked
         if asked == blocks.held == 0:
             return
@@ -68,8 +67,7 @@ class CededKV:
 
     def _wanted(self) -> int:
         """Blocks that requests may take for their tokens, in one step or more: an upper bound, since it counts a shared
-        prefix for each of them.
-        """
+        prefix for each of them."""
         scheduler, wanted = self._scheduler, self._scheduler.kv_cache_manager.watermark_blocks
         ahead, longest = scheduler.num_lookahead_tokens, scheduler.max_model_len
         for request in scheduler.requests.values():
@@ -91,8 +89,7 @@ class BorrowedKV:
 
     def __init__(self, scheduler: Any, token: BorrowerToken, *, context: int, quiet: float, beside: int = 0) -> None:
         """`scheduler` is vLLM's, of the rollout engine. `context` are the tokens of its longest turn; `quiet` and
-        `beside` are those of `KVLimits`. Raises LendingError, or ValueError like `KVLimits`.
-        """
+        `beside` are those of `KVLimits`. Raises LendingError, or ValueError like `KVLimits`."""
         self._token, self._blocks = token, BlockQuota(scheduler)
         kv, size = token.look().kv, self._blocks.block_bytes
         if kv.capacity == 0:
@@ -118,8 +115,7 @@ class BorrowedKV:
 
     def in_the_way(self, now: float) -> list[str]:
         """Read serving's notice; returns the turns that have to end before `settle`, by the scheduler's names. Raises
-        LendingError if the serving engine was restarted with other memory.
-        """
+        LendingError if the serving engine was restarted with other memory."""
         kv, blocks = self._token.look().kv, self._blocks
         if kv.capacity not in (0, self._quota.limits.capacity):
             raise LendingError("the serving engine has other KV memory than before; start the rollout engine again")

@@ -32,15 +32,13 @@ class KVPages(Protocol):
 
     def restore(self, blocks: Sequence[int]) -> int:
         """Map pages for dropped blocks again; returns the number of blocks, from the last on, for which there was
-        memory.
-        """
+        memory."""
         ...
 
 
 def kv_pages(scheduler: Any) -> KVPages:
     """`scheduler` is vLLM's, of a model that runs in this process. Raises LendingError if its memory cannot change
-    hands.
-    """
+    hands."""
     layout = KVLayout.of(scheduler)
     if layout.device.type == "cpu":
         return HostPages(layout)
@@ -54,8 +52,7 @@ def kv_pages(scheduler: Any) -> KVPages:
 
 class HostPages:
     """Pages in memory of the host. Parts that a block shares with its neighbours at both ends stay, so blocks are best
-    dropped in long runs.
-    """
+    dropped in long runs."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout, self.block_bytes = layout, layout.block_bytes

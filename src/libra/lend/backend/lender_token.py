@@ -39,8 +39,7 @@ class LenderToken:
 
     def borrower_gone(self) -> None:
         """Note that the borrower's process has ended, so it has no memory and wants none: a killed process cannot
-        report that itself.
-        """
+        report that itself."""
         self._page.fields.kv_asked = self._page.fields.kv_held = 0
 
     def about(self) -> EngineFacts:

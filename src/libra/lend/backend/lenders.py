@@ -21,10 +21,10 @@ from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow, WeightsPlace
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import WeightsProcessError, WeightsPublisher
 from libra.exec.background import background
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.lend.backend.own_socket import trusted_peer
+from libra.lend.weights.processes import WeightsProcessError, WeightsPublisher
 
 _LOOK_SECONDS = 1.0  # between two looks at an agent that is away
 _ANSWER_SECONDS = 10.0  # for an agent to answer whether its engine is available
@@ -65,8 +65,7 @@ class LenderLauncher:
 
     async def join(self, engine: Handle) -> Lent:
         """Borrow the engine of an agent, by the link that was spawned for it. Raises `LenderRefusedError`,
-        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`.
-        """
+        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         assert self._published is not None, "an engine has no weights to wait for"
         order = msgspec.structs.replace(self._full, weights=await self._publication(self._published))
         try:

@@ -21,8 +21,7 @@ _FIRST = 1 << 16  # bytes in which the first line of a record ends
 
 def open_record(path: Path) -> int:
     """A descriptor with the exclusive lock of this record's borrower. Makes the file if there is none. Raises
-    LendingError if it is the record of another borrower, or no record.
-    """
+    LendingError if it is the record of another borrower, or no record."""
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise LendingError(f"record: {path} is no regular file; name another one")
@@ -48,8 +47,7 @@ class LendingRecord:
 
     def __init__(self, path: Path, terms: LendingTerms, told: Callable[[str], None]) -> None:
         """Appends to the file. `told` gets the line of a full disk. Raises the errors of `open_record`, and `DiskError`
-        if the file cannot be written at all.
-        """
+        if the file cannot be written at all."""
         self._only = open_record(path)
         self._file: LineFile | None = LineFile(path)
         self._told, self._lines = told, list[LendingLine]()

@@ -72,8 +72,7 @@ class BorrowingScheduler(Scheduler):
 
 class _Lending(Scheduler):
     """The methods that lending adds to both kinds of vLLM's scheduler; a subclass chooses the kind. Without the
-    lender's word no process reads serving's notices, so it only reports that there is nothing to lend.
-    """
+    lender's word no process reads serving's notices, so it only reports that there is nothing to lend."""
 
     # On any device: the output of a step is here when it is reported, so the step is over.
     device: LentDevice = Cores()

@@ -23,8 +23,7 @@ _LONGEST_WAIT = 5.0  # seconds for a grant at most, whatever the page says: gran
 
 class ServingToken:
     """Serving's view of the page. Makes the file if there is none; the page of an earlier server is taken over, and its
-    borrower continues.
-    """
+    borrower continues."""
 
     def __init__(
         self, path: Path, about: EngineFacts | None = None, clock: Callable[[], float] = time.monotonic

@@ -172,11 +172,12 @@ def report(
         words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."
         typer.echo(words)
         if html is not None:
-            from libra.lend.pages.lending_section import lending_section
+            from libra.lend.pages.lending_section import lending_chapter, lending_section
             from libra.report.page import render
 
             section = lending_section([loan], "the first question")
-            write_text(html, render("lent.html", loan.name, headline=words, notices=(), tiles=(), lending=section))
+            facts = {"headline": words, "notices": (), "tiles": (), "chapter": lending_chapter(section)}
+            write_text(html, render("lent.html", loan.name, "libra.lend.pages", **facts))
         if timeline is not None:
             with writing(timeline):
                 write_loan_trace(loan, timeline)

@@ -200,8 +200,7 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
 
 def replay(path: Path) -> RecordReplay:
     """Put the same questions to the same rule again. A borrower that restarted wrote its terms again, which starts a
-    new rule. Raises `RecordFormatError`.
-    """
+    new rule. Raises `RecordFormatError`."""
     rule: SharingRule | None = None
     different, answers = [], 0
     for number, said in enumerate(read_lending(path), start=1):

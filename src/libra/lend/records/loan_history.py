@@ -108,8 +108,7 @@ class LoanHistory:
 
     def missed(self) -> list[MissedRequest]:
         """Requests that missed their SLO. Whether lending is to blame is known if the same traffic was served alone.
-        Lending is not to blame if nothing was lent between the last idle time of serving and the miss.
-        """
+        Lending is not to blame if nothing was lent between the last idle time of serving and the miss."""
         if self.slo is None:
             return []
         found, since, busy_until = [], 0.0, float("-inf")
@@ -165,8 +164,7 @@ def run_loans(directory: Path, clock: Clock, events: Sequence[EventRecord]) -> l
 
 def recorded_loan(path: Path) -> LoanHistory | None:
     """The history from the record of a borrower alone, such as an agent's, in seconds since its first question. None if
-    it has no terms. Raises `RecordFormatError`.
-    """
+    it has no terms. Raises `RecordFormatError`."""
     began = next((line.at for line in read_lending(path) if not isinstance(line, LendingTerms)), 0.0)
     return _history(path.stem, path, (), lambda at: at - began, None)
 

@@ -27,8 +27,7 @@ _HORIZON = 30.0  # seconds over which the granted share is averaged
 class LenderDevice:
     """A serving engine's device, lent or not: it outlives the engines that borrow it. `share` is the share of time that
     is granted while rollout has work: in the latest seconds, or at first the expected one. `exact` simulates every step
-    of serving: the same outcome, slower. `watched` keeps the history.
-    """
+    of serving: the same outcome, slower. `watched` keeps the history."""
 
     def __init__(
         self,
@@ -97,8 +96,7 @@ class LenderDevice:
 
     def serve(self) -> None:
         """Make a serving step, or wait for the next request. Raises RuntimeError if no request comes: then no rollout
-        step fits even the longest grant.
-        """
+        step fits even the longest grant."""
         end = self.tenant.step(self.at)
         if end is None:
             end = self.tenant.next_arrival
@@ -114,8 +112,7 @@ class LenderDevice:
 
     def serve_alone(self, now: int) -> None:
         """Serve, while rollout has nothing to do, until the device is free at `now` or later. The load is checked as
-        requests arrive.
-        """
+        requests arrive."""
         tenant = self.tenant
         if self.at >= now:
             return
@@ -160,8 +157,7 @@ class LenderDevice:
 class GrantedEngine(SimEngine):
     """The rollout engine of one loan. On a recall of the loan it calls `recalled` with the tick, and the owner of the
     engine then closes it. While serving has the device the engine waits; calls meanwhile take effect at the end of
-    serving's step.
-    """
+    serving's step."""
 
     _: KW_ONLY
     device: LenderDevice
@@ -233,8 +229,7 @@ class GrantedEngine(SimEngine):
 
     def _fit_memory(self, now: int) -> bool:
         """Set the blocks to the available ones: if they are fewer, stop the turns that were admitted last. Returns
-        whether they hold the longest turn.
-        """
+        whether they hold the longest turn."""
         blocks = self.device.memory(now)
         if blocks is not None and blocks != self.pool.blocks:
             while self.pool.held > blocks:

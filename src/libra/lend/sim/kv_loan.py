@@ -26,8 +26,7 @@ class KVTerms:
 class KVLoan:
     """Both ends of a loan of KV memory, like `CededKV` and `BorrowedKV` for two vLLM engines. `serving` is the serving
     engine. `rollout` describes the rollout engine: its blocks are its addresses, and its `max_model_len` is the longest
-    turn. Raises ValueError like `KVLimits`.
-    """
+    turn. Raises ValueError like `KVLimits`."""
 
     def __init__(self, terms: KVTerms, serving: SimEngine, rollout: EngineConfig) -> None:
         config = serving.config
@@ -60,8 +59,7 @@ class KVLoan:
 
     def served(self, free: int) -> None:
         """Note that serving makes a step with `free` blocks free, ceded or not: it takes back the blocks that it
-        uses.
-        """
+        uses."""
         if free < self.ceded:
             self.ceded = free
             self.both = max(self.both, self._held - free)

@@ -37,8 +37,7 @@ class SpendsAll:
 
 class RolloutBorrower:
     """A rollout engine with `turns` turns always in flight, made by `next_turn`. A step computes the tokens that fit
-    into the grant: decoding first, then the next chunk of a prompt.
-    """
+    into the grant: decoding first, then the next chunk of a prompt."""
 
     def __init__(self, spec: EngineSpec, turns: int, next_turn: Callable[[int, int], Request]) -> None:
         """`next_turn(number, now)` makes the request that follows an ended one."""

@@ -46,8 +46,7 @@ class StepBudgets:
 
     def _some(self, engine: EngineState, grant: int) -> EngineConfig | None:
         """The configuration for the most requests that can decode in time, without prefill; None: there are none. Each
-        is assumed to have the total context.
-        """
+        is assumed to have the total context."""
         context = engine.flight.generation.context
 
         def ticks(decoding: int) -> int:

@@ -52,8 +52,7 @@ class ServingDevice:
 @dataclass(frozen=True, slots=True)
 class Tenancy:
     """The serving devices, by the names of the engines that borrow them. A lent engine that is not among them has its
-    device to itself, `start` seconds after the request for it.
-    """
+    device to itself, `start` seconds after the request for it."""
 
     devices: Mapping[str, ServingDevice]
     start: float = 0.0
@@ -114,8 +113,7 @@ def tenancy_of(
 
 def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) -> KVTerms:
     """The KV memory of both engines. The serving engine has the memory of its description, all of its KV blocks
-    included. Raises ValueError if that leaves no room for the other's weights.
-    """
+    included. Raises ValueError if that leaves no room for the other's weights."""
     model, recipe, tp = request.model, request.recipe, lent.lender.devices
     quantization = rollout_quantization(recipe)
     held = held_bytes(model, tp, batched_tokens=lent.batched_tokens, quantization=quantization)

@@ -38,8 +38,7 @@ class EngineServingCost:
     def longest_step(self, view: ServingView) -> int:
         """Ticks of the longest step: all live requests decode a token each, and the rest of the budget is the last
         chunk of the longest prompt, whose attention costs most. Contexts are rounded up, so few steps have to be
-        priced.
-        """
+        priced."""
         pages = -(-(view.context + view.live + self._prompt) // _CONTEXT_PAGE)
         longest = self._longest.get((view.live, pages))
         if longest is None:
@@ -64,8 +63,7 @@ class EngineServingCost:
 
 class ServingTenant:
     """A serving engine and its requests in the order of arrival, made as they are taken. `pace` is tau, in ticks;
-    `prompt` the longest prompt's tokens.
-    """
+    `prompt` the longest prompt's tokens."""
 
     def __init__(self, spec: EngineSpec, requests: Iterable[Request], *, pace: int, prompt: int) -> None:
         self.engine = SimEngine(spec.config, spec.cost, exact=True)
@@ -114,8 +112,7 @@ class ServingTenant:
 
     def steps_until(self, now: int, until: int) -> int | None:
         """Make steps from now on, until the first end at or after `until` or the next arrival. Equal to repeated `step`
-        calls.
-        """
+        calls."""
         engine = self.engine
         engine.most_steps = UNLIMITED
         end = engine.plan(now)
@@ -161,8 +158,7 @@ class ServingTenant:
 
     def _closest(self, due: float, end: int) -> float:
         """Smallest margin, in ticks, of the tokens of the steps that end now; the first one is due at `due`. In each
-        piece steps grow evenly, so the smallest margin is at one of its ends.
-        """
+        piece steps grow evenly, so the smallest margin is at one of its ends."""
         steps, pieces = self.engine.steps, self.engine.pieces
         if not steps:
             return due - end
@@ -208,8 +204,7 @@ class Misses:
 
 def misses(requests: Iterable[Request], ttft: float, tpot: float) -> Misses:
     """The requests that took more than `ttft` seconds to the first token, or more than `tpot` seconds per later token
-    on average. A refused request misses both.
-    """
+    on average. A refused request misses both."""
     late, slow = set(), set()
     for request in requests:
         if request.first_token is None or request.finish is None:

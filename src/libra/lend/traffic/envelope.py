@@ -55,8 +55,7 @@ class Envelope:
 class RateWindow:
     """Requests a second over the last `window` seconds, from the total count. Requests before the first call do not
     count. Times never fall; the count falls if the engine was restarted, which begins a new window. After more than a
-    window without a call, requests are assumed to have arrived evenly meanwhile.
-    """
+    window without a call, requests are assumed to have arrived evenly meanwhile."""
 
     def __init__(self, window: float) -> None:
         if not window > 0:

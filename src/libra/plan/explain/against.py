@@ -66,8 +66,7 @@ def parse_split(text: str) -> OwnSplit:
 def against(plan: Plan, own: OwnSplit) -> Against:
     """The plan's request on `own.train` + `own.generate` GPUs, divided accordingly. Raises `ConfigError` if that is no
     number of whole nodes or no layout trains on `own.train` GPUs, ValueError for the plan of a run on one machine,
-    `InfeasiblePlanError` if the remaining engines do not hold the longest context.
-    """
+    `InfeasiblePlanError` if the remaining engines do not hold the longest context."""
     request = plan.of_cluster
     if request.recipe.mode == "colocated":
         raise ConfigError("--against: in a colocated plan all GPUs do both; give a plan of another mode")

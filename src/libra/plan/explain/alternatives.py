@@ -33,8 +33,7 @@ def relaxations(
     """Every constraint that can be relaxed, by one unit or, without a unit, completely. `larger[pool]` is the problem
     priced again with one more node in the pool. For other pools the node is added to the same menu, so larger training
     layouts are missing. `staler` is the problem priced again with one more version of staleness; without it the menu
-    stays, though more trajectories are then in flight.
-    """
+    stays, though more trajectories are then in flight."""
     for pool in problem.pools:
         pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
         each = f"one more node of {pool.name} ({pool.devices_per_node:,} devices)"
@@ -98,8 +97,7 @@ def _without_longest(problem: Problem) -> Problem:
 
 def _holding(problem: Problem, at_least: int) -> Problem:
     """The problem in which every engine of the run's own that holds `at_least` tokens also holds the longest
-    context.
-    """
+    context."""
     longest, lent = problem.longest_context, problem.lent
     engines = (replace(o, holds=longest) if o.shape not in lent and o.holds >= at_least else o for o in problem.engines)
     return replace(problem, engines=tuple(engines))

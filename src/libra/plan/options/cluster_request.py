@@ -18,6 +18,7 @@ from libra.cost.adapters import training_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
+from libra.cost.sources.rates import dtype_refusal
 from libra.cost.sources.roofline import engine_degrees
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPU, Cluster, NodeClass
@@ -83,6 +84,9 @@ class ClusterRequest:
                 " tokens: lower max_length"
             )
         check_classes(self.classes, self.recipe.max_length)
+        untrained = [dtype_refusal(nodes.gpu, self.recipe.dtype) for nodes in self.cluster.nodes]
+        if untrained[0] is not None and None not in untrained:
+            raise ValueError(untrained[0])
         refused = rollout_quantization(self.recipe).refusal(self.model)
         if refused is not None:
             raise ValueError(refused)
@@ -236,14 +240,21 @@ class ClusterRequest:
         """The training half of the menu, by class of nodes."""
         found = {}
         for nodes in self.cluster.nodes:
+            if dtype_refusal(nodes.gpu, self.recipe.dtype):
+                continue
             held = [layout for name, layout in self.held if name == nodes.name]
             found[nodes.name] = training_layouts(self.model, nodes, self.recipe, self.classes, held)
         return found
 
     def rejected_layouts(self) -> tuple[Rejected, ...]:
         """Layouts of training that are not on the menu, with the reason, by class of nodes."""
-        of_nodes = (rejected_layouts(self.model, nodes, self.recipe, self.classes) for nodes in self.cluster.nodes)
-        return tuple(chain.from_iterable(of_nodes))
+        return tuple(chain.from_iterable(self._rejected_layouts(nodes) for nodes in self.cluster.nodes))
+
+    def _rejected_layouts(self, nodes: NodeClass) -> tuple[Rejected, ...]:
+        refusal = dtype_refusal(nodes.gpu, self.recipe.dtype)
+        if refusal is not None:
+            return (Rejected(nodes.name, "does not multiply", refusal),)
+        return rejected_layouts(self.model, nodes, self.recipe, self.classes)
 
     @property
     def switch_seconds(self) -> float:
@@ -311,9 +322,9 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
 
 
 def _measured() -> Iterator[GPU]:
-    """GPUs that a hint may name: those with kernel times or training runs."""
+    """GPUs that a hint may name: those with tables of kernel times."""
     for record in RECORDS.values():
-        if record.tables is not None or record.training.published:
+        if record.tables is not None:
             yield record.gpu
 
 

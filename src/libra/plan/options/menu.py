@@ -26,9 +26,16 @@ SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read
 
 # Devices or degrees do not suit nodes or model; the profile has no times for it; it is too large (a layout: at every
 # dp); another is faster wherever it fits. Lent engines: traffic exceeds the certified rate; no grant is long enough.
-# The framework that will carry the plan out has no such thing.
+# The framework that will carry the plan out has no such thing. The GPU does not multiply in the type.
 RejectionKind = Literal[
-    "does not divide", "no times", "does not fit", "slower", "lends nothing", "too slow", "framework"
+    "does not divide",
+    "no times",
+    "does not fit",
+    "slower",
+    "lends nothing",
+    "too slow",
+    "framework",
+    "does not multiply",
 ]
 
 
