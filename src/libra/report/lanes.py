@@ -139,7 +139,7 @@ def _span_labels(lanes: Sequence[Lane], x: Axis, y: alt.Y, beside: bool) -> list
 
 
 def _density(columns: Sequence[Density], x: Axis, y: alt.Y) -> list[alt.Chart]:
-    """Columns whose area, not height, is the share: they are not equally wide."""
+    """Columns whose area, not height, is the share: they differ in width."""
     heights = [
         it.share / (number_on(it.end, x) - number_on(it.start, x)) if it.end > it.start else 0.0 for it in columns
     ]

@@ -31,7 +31,7 @@ def payload_class(returned_tokens: int) -> PayloadClass:
 
 @lru_cache(maxsize=4096)
 def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
-    """The state of a tool return: one object for all equal states, since these are stored and compared often."""
+    """The state of a tool return: one object for all equal states, since they are stored and compared often."""
     return ToolState(tool, payload, status)
 
 

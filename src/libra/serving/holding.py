@@ -46,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The trial on the record at the rate that holds, and all checks at that rate; or the objective that is missed."""
+    """The trial on the record at the highest holding rate, and all checks at that rate; or the missed objective."""
 
     trial: Trial | None
     checks: tuple[Check, ...] = ()
@@ -71,8 +71,8 @@ def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[
 
 
 def held_rate(question: SizingQuestion, asking: Asking) -> Held:
-    """Find the highest rung at which the record and all its draws are served, or check the rate that the question
-    gives. Rungs below `asking.least` are not tried."""
+    """Find the highest rung at which the record and all its draws are served, or check the question's rate. Rungs below
+    `asking.least` are not tried."""
     runs = _Runs(question, asking.candidate)
     return _at_rate(question, runs, question.rate) if question.rate is not None else _highest(question, runs, asking)
 
@@ -114,7 +114,7 @@ def _on(name: str, missed: str) -> str:
 
 
 def checked(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> dict[str, Trial]:
-    """Trials of the record and its draws at a rate, which go on after a miss."""
+    """Trials of the record and its draws at a rate, which continue after a miss."""
     runs = _Runs(question, candidate)
     return {name: runs.lasting(name, rate, to_the_end=True) for name in runs.names}
 
@@ -142,7 +142,7 @@ class _Runs:
         return around(brief, rung, bound, _COARSE)[0]
 
     def lasting(self, name: str, rate: float, *, to_the_end: bool = False) -> Trial:
-        """A trial long enough for a lasting rate; with the rate that the question gives, of the requests once."""
+        """A trial long enough for a lasting rate; with the question's rate, of the requests once."""
         asked = self._questions[name]
         least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
         return self._trial(asked, self._record(name, least), rate, to_the_end=to_the_end)
