@@ -40,7 +40,7 @@ class Draw:
 
 @lru_cache(maxsize=8)
 def draws(record: tuple[RecordedRequest, ...]) -> tuple[Draw, ...]:
-    """The draws of a record, in general the hardest to serve first; none for a length that all requests share."""
+    """The draws of a record, usually the hardest to serve first; none for a length that all requests share."""
     return tuple(_draws(record))
 
 
@@ -56,15 +56,15 @@ def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
 
 
 def drift_of(lengths: Array, prior: float) -> float:
-    """Standard deviation of a part's mean length, as a share of the mean of all; `prior` is that of other traffic."""
+    """Standard deviation of a part's mean length, as a share of the overall mean; `prior` is that of other traffic."""
     means = np.array([part.mean() for part in np.array_split(lengths, min(_PARTS, len(lengths)))])
     measured, count = float(means.var() / lengths.mean() ** 2), len(lengths)
     return float(np.sqrt((measured * count + prior**2 * _PRIOR) / (count + _PRIOR)))
 
 
 def _weights(lengths: Array, target: float) -> Array:
-    """[requests] shares, exponential in the length, whose mean length is `target` times the mean, or the longest whose
-    effective share of requests is `_FEWEST`. Of all weights with that mean they change the distribution least."""
+    """[requests] shares, exponential in the length, with a mean length of `target` times the mean, or the longest with
+    an effective share of requests of `_FEWEST`. Of all weights with that mean they change the distribution least."""
     low, high = 0.0, 64.0
     scaled = lengths / lengths.mean()
 

@@ -1,7 +1,7 @@
 """State of a search: points, rejections with their reasons, and candidates left to simulate.
 
-Invariant: a candidate is left out only if a bound, or one of its pools in simulation, shows that it misses the given
-rate, or that a point serves more and is no slower.
+Invariant: a candidate is left out only if a bound, or the simulation of one of its pools, shows that it misses the
+given rate, or that a point serves more and is no slower.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ class Found:
         """The next best candidate, and its worst miss of an objective at a rate where it would be better than the best
         point. None if no simulation of the next best ends.
 
-        Without a given rate it is the one with the highest goodput. With one it is the nearest to its objectives, of
-        the few with the highest bounds.
+        Without a given rate it is the one with the highest goodput. With a given rate it is the one nearest to its
+        objectives, among the few with the highest bounds.
         """
         question = self.question
 
@@ -249,7 +249,7 @@ class Found:
         return min(misses, key=lambda it: it.seconds / it.limit, default=None)
 
     def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
-        """The miss of the objective that the candidate exceeds most; None where a simulation of it does not end."""
+        """The miss of the objective that the candidate exceeds most; None if a simulation of it does not end."""
         rate = self.question.rate or best.value * self.question.cost(candidate) * 2 ** (1 / STEPS)
         trials = checked(self.question, candidate, rate)
         self.runs += len(trials)
