@@ -140,7 +140,7 @@ class LendingKeys(Protocol):
         ...
 
     def beside(self, folder: Path) -> Self:
-        """The section with the files that it names, in `folder`, where the configuration is."""
+        """The section with the files that it names, relative to `folder`, the configuration's."""
         ...
 
 

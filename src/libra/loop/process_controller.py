@@ -1,8 +1,8 @@
 """The worker processes of a run: starts, frees and ends them, and keeps engines on the current weights.
 
 Invariant: a slot has one process that computes, and the next one only when the last is gone or sleeps. Work is never
-lost: a turn whose engine changes role, or is gone, goes on elsewhere after its last token. An engine in service holds
-the current weights, or is about to take them.
+lost: when an engine changes role or is lost, its turns continue on others after their last token. An engine in service
+holds the current weights, or is about to load them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LEAVING_SECONDS = SAVE_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Settings that the workers of a session begin with."""
+    """Initial settings of the workers of a session."""
 
     training: TrainingConfig
     engines: Mapping[str, ShapeConfig]  # shapes in which one can be started, that on lent devices included
@@ -155,7 +155,7 @@ class SlotProcesses:
         self.fleet.reallocate(allocation)
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
-        """Have every engine take the new weights between two of its iterations; returns the seconds of each."""
+        """Have every engine load the new weights between two of its iterations; returns the seconds of each."""
         self.journal.note(WeightsPublished(version))
         self._published.current = LoadWeights(version, buffer, checksum)
         if self.lenders is not None:
@@ -172,7 +172,7 @@ class SlotProcesses:
                     shutil.copy(file, directory / name)
 
     async def reload(self) -> list[float]:
-        """Have every engine take the current weights, if it has them or not; returns the seconds of each."""
+        """Have every engine load the current weights, even if it has them; returns the seconds of each."""
         own = []
         for entry in self.fleet.instances():
             if entry.handle.name in self.settings.loans:  # a step does not wait for a lender
@@ -183,7 +183,7 @@ class SlotProcesses:
         return [each for each in seconds if each is not None]
 
     def declare_dead(self) -> None:
-        """Find processes that are gone without notice on a channel."""
+        """Find processes that ended without a sign on a channel."""
         for handle in list(self._handles.values()):
             if not handle.lost and not self.launcher.exists(handle.link):
                 handle.declare_lost("its process is gone")
@@ -315,7 +315,7 @@ class SlotProcesses:
         return handle
 
     async def _borrow_engine(self, name: str, shape: str) -> None:
-        """Start an engine on an agent's device. It serves once weights have arrived, which no caller waits for."""
+        """Start an engine on an agent's device. It serves once weights have arrived; no caller waits for that."""
         assert self.lenders is not None
         size = self.settings.engines[shape]
         handle = EngineHandle(await self._spawn(name), self.lost, self._recalled, self._took_weights)
@@ -324,7 +324,7 @@ class SlotProcesses:
         self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
-        """The buffer through which the engine hands KV over; None where it never will, and so needs no preparation."""
+        """The buffer through which the engine hands KV over; None if it never will, and so needs no preparation."""
         handover = self.fleet.handover
         if handle.link.device != CPU:
             return None  # a context is computed again on GPUs
@@ -333,7 +333,7 @@ class SlotProcesses:
         return handover.place(handle)
 
     async def _load_late(self, handle: Engine) -> None:
-        """Bring an engine to the weights that are current by the time it loads them."""
+        """Bring an engine to the weights that are current at the time of its load."""
         while not handle.lost and handle.version < self._published.current.version:
             wanted = self._published.current.version
             try:
@@ -359,8 +359,8 @@ class SlotProcesses:
             background(handle.vacate(_LEAVING_SECONDS))  # its turns go on elsewhere
 
     async def _load_or_lose(self, handle: Engine) -> float | None:
-        """Load the current weights; returns the seconds. An engine that cannot take them is lost, since it must not go
-        on with the old ones; returns None then."""
+        """Load the current weights; returns the seconds. An engine that cannot load them is lost, since it must not
+        continue with the old ones; returns None then."""
         try:
             return await self._published.load(handle)
         except WorkerLostError:
@@ -374,7 +374,7 @@ RunExecutor = Executor[SlotProcesses]
 
 
 def begin_session(processes: SlotProcesses) -> RunExecutor:
-    """An executor that watches over these processes; nothing is started yet."""
+    """An executor for these processes; nothing is started yet."""
     settings, journal, most = processes.settings, processes.journal, processes.settings.longest_context
     longest = {name for name, shape in settings.engines.items() if shape.max_model_len == most}
     executor = Executor(processes.pool, processes, journal, processes.observer, longest, most)

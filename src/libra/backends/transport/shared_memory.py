@@ -1,7 +1,7 @@
 """Memory that processes of one machine share: weights on their way to the engines, KV from one engine to another.
 
-Invariant: it is an anonymous file, which has no name on disk and vanishes with the last process that holds it. What is
-taken from it is whole and checked, or is not taken.
+Invariant: it is an anonymous file, which has no name on disk and vanishes with the last process that holds it. Readers
+accept only whole and checked data.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CACHE_LINE = 64  # bytes
 
 
 class LayoutError(RuntimeError):
-    """A process shares other memory than is expected of it."""
+    """The shared memory of a process has another layout than expected."""
 
 
 def make_memory(owner: object, name: str, size: int) -> tuple[int, mmap.mmap]:
-    """A descriptor, to which others attach for as long as the owner lives, and the owner's map."""
+    """A descriptor, to which others attach during the owner's life, and the owner's map."""
     descriptor = os.memfd_create(name, 0)
     weakref.finalize(owner, os.close, descriptor)
     os.ftruncate(descriptor, size)
@@ -67,7 +67,7 @@ BUFFERS = 2
 
 
 class WeightUpdateError(RuntimeError):
-    """A weight update arrived damaged. The engine keeps the version it had."""
+    """A weight update arrived damaged. The engine keeps its old version."""
 
 
 _SEALED = 0x11B5EA1ED  # no number that weights of an earlier layout have left there
@@ -79,7 +79,7 @@ _MULTIPLIER = 6364136223846793005  # of Knuth's generator (MMIX): modulo 2^64 it
 
 
 def device_hash(tensor: torch.Tensor) -> int:
-    """A hash of 64 bits of what is in a tensor, computed on its device: equal for equal bits."""
+    """A hash of 64 bits of a tensor, computed on its device: equal for equal bits."""
     import torch
 
     flat = tensor.contiguous().view(-1)
@@ -139,7 +139,7 @@ class WeightBuffer:
         return buffer
 
     def pin(self) -> None:
-        """Have the GPU of this process copy from and to the buffers directly, without a copy on the way."""
+        """Make the GPU of this process copy from and to the buffers directly, without an intermediate copy."""
         import torch
 
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -150,8 +150,8 @@ class WeightBuffer:
     def write(
         self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor], *, hashed: bool = False
     ) -> int:
-        """Store the weights in the types of the layout, taking one at a time in its order; returns their checksum:
-        CRC-32, or if `hashed` a hash that the weights' device computes, with which the buffer is sealed."""
+        """Store the weights in the types of the layout, one at a time in its order. Returns their checksum: CRC-32, or
+        if `hashed` a hash from the weights' device, which also seals the buffer."""
         seal = self._seals[buffer : buffer + 1]
         seal["sealed"] = 0  # first: what follows may end in the middle
         checksum = 0
@@ -172,7 +172,7 @@ class WeightBuffer:
         yield from self.views(buffer, layout)
 
     def views(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights by name, as views of shared memory that is known to hold them."""
+        """The weights by name, as views of shared memory that is known to be whole."""
         for tensor, place in self._places(buffer, layout):
             yield tensor.name, place
 
@@ -192,8 +192,8 @@ class WeightBuffer:
         return zlib.crc32(self.content(buffer).data)
 
     def verify(self, buffer: int, checksum: int) -> None:
-        """Raises `WeightUpdateError` when the buffer does not hold what the checksum was made of. A sealed buffer was
-        written to its end by a process of this machine: its seal is compared, and not every byte again."""
+        """Raises `WeightUpdateError` if the buffer does not match the checksum. A sealed buffer was written completely
+        by a process of this machine, so its seal is compared instead of every byte."""
         seal = self._seals[buffer]
         found = int(seal["checksum"]) if seal["sealed"] == _SEALED else self.checksum(buffer)
         if found != checksum:
@@ -234,10 +234,9 @@ class Filled:
 
 
 class KVBuffer:
-    """One map of frames for KV blocks, of fixed size, made by the controller. `payload` has a row of bytes for each.
-
-    A frame is taken for the block that was put into it, whole, or for nothing: it says which transfer and which block
-    it holds, under which weights that was computed, and the checksum of its bytes."""
+    """One map of frames for KV blocks, of fixed size, made by the controller. `payload` has a row of bytes for each. A
+    frame names its transfer, its block, the weights under which it was computed, and the checksum of its bytes. Readers
+    accept that whole block, or nothing."""
 
     def __init__(self, memory: mmap.mmap, place: KVBufferPlace) -> None:
         self._headers = np.frombuffer(memory, _HEADER, place.frames)

@@ -1,4 +1,4 @@
-"""Dealings with vLLM that depend on its version and on the device: arguments of an engine, and batches in flight.
+"""Use of vLLM that depends on its version and on the device: arguments of an engine, and batches in flight.
 
 Invariant: an argument follows from the order alone. An engine that schedules ahead is drained before its weights
 change: a token is of the version that its forward pass read.
@@ -50,8 +50,8 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
 
 
 def drained(core: Any, step: Callable[[], Made]) -> Iterator[Made]:
-    """Finish the batches that are in flight in vLLM's `EngineCore`, without scheduling more: results of the steps that
-    this takes. Requests stay where they are."""
+    """Finish the batches in flight in vLLM's `EngineCore`, without scheduling more. Returns the results of these steps.
+    Requests stay in their place."""
     if not core.batch_queue:  # None where it does not schedule ahead
         return
     from vllm.v1.core.sched.interface import PauseState
