@@ -49,7 +49,7 @@ _GAUGES = {  # of an engine
 
 class Gateway:
     """Calls `keep` with every trajectory that ends, finished or not, before anything is learned from it. `keep` may
-    raise `DiskError`: then the trajectory has not ended, and may be ended again. `guarded`: clients show the gateway a
+    raise `DiskError`: then the trajectory has not ended, and may be ended again. `guarded`: clients send the gateway a
     token, which is not for engines."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Gateway:
         return web.Response(status=204)
 
     async def _finish_session(self, request: web.Request) -> web.Response:
-        """The end of a session, as vllm-router's clients send it: without an outcome, and maybe twice."""
+        """The end of a session, as sent by clients of vllm-router: without an outcome, and possibly twice."""
         id = request.query.get("session_id", "")
         if not 1 <= len(id) <= ID_LENGTH:
             given = next((name for name in SESSION_HEADERS if name in request.headers), None)
@@ -178,7 +178,7 @@ class Gateway:
         )
 
     async def _plan(self, _: web.Request) -> web.Response:
-        """The keys of the gateway's file as they hold now, and the lengths seen."""
+        """The present values of the keys in the gateway's file, and the lengths seen."""
         engines = [
             {"name": it.id, "url": it.section.url, "max_model_len": it.capacity_tokens, "bucket": it.bucket}
             for it in self.upstreams.all.values()
