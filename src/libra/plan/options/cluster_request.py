@@ -261,7 +261,9 @@ class ClusterRequest:
     def switch_seconds(self) -> float:
         """Seconds of one change of colocated devices between training and generation: training state, spread over all
         devices, goes to the host, and an engine's weights come from it."""
-        state = self.model.trained_parameters * training_bytes(self.recipe, self.model).total / self.cluster.devices
+        state = (
+            self.model.trained_parameters * training_bytes(self.recipe, self.model).on_devices / self.cluster.devices
+        )
         weights = rollout_quantization(self.recipe).version_bytes(self.model)
         weights /= min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)
