@@ -1,6 +1,6 @@
 """Experts and their exchange from the tables of aiconfigurator-core.
 
-Invariant: that of `tables`: what they do not have is an error, never a neighbour's numbers.
+Invariant: as in `tables`, a missing entry is an error, never replaced by a neighbour's numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def expert_tables(
     gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int], quantization: Quantization = AS_STORED
 ) -> tuple[float, ...]:
     """Seconds of one layer's experts on each of `ranks` GPUs that divide them, for `each` number of tokens of every
-    GPU, where all experts get equally many. Raises `NoTablesError`."""
+    GPU, evenly over all experts. Raises `NoTablesError`."""
     operator = _experts(gpu, model, 1, ranks, quantization, "balanced")
     return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
 
@@ -48,9 +48,9 @@ def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantizati
 
 
 def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantization: Quantization) -> Array:
-    """[tokens] seconds of a layer's experts that are equally frequent, beyond those of the tables' power law.
+    """[tokens] seconds of a layer's equally frequent experts, beyond those of the tables' power law.
 
-    "Balanced" tables give experts equal numbers of tokens, so that few tokens touch as many experts as they can. Tokens
+    "Balanced" tables give experts equal numbers of tokens, so a few tokens touch as many experts as possible. Tokens
     that choose independently touch fewer experts: as many as a smaller number of balanced tokens would.
     """
     experts = model.experts

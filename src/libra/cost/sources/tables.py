@@ -203,7 +203,7 @@ _BLOCK = 128
 
 
 def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[str, str]:
-    """The quantisation modes to ask the tables for. Raises `NoTablesError` where no GPU has tables of them."""
+    """The quantisation modes of the tables. Raises `NoTablesError` if no GPU has tables of them."""
     stored, modes = quantization.weights(model), {}
     weights, kv = stored.name, quantization.kv_number(model)
     if not stored.whole:
@@ -249,7 +249,7 @@ def _rows(seconds: Array) -> tuple[tuple[float, ...], ...]:
 
 
 def _configuration(model: ModelSpec) -> dict[str, object]:
-    """The config.json that describes the model to the tables. Raises `NoTablesError` where it would not."""
+    """The config.json that describes the model to the tables. Raises `NoTablesError` if it cannot."""
     if model.latent:
         raise NoTablesError(f"{model.name} has latent attention, which the tables have for single models only")
     attention, experts = model.plain_attention, model.experts

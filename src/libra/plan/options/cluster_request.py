@@ -1,7 +1,7 @@
 """The planning request for a cluster of GPUs.
 
-Invariant: a request holds everything that pricing needs, with the profiles' values; pricing it again gives the same
-problem, on any machine.
+Invariant: a request holds all inputs of pricing, with the profiles' values; pricing it again gives the same problem, on
+any machine.
 """
 
 from __future__ import annotations
@@ -172,12 +172,12 @@ class ClusterRequest:
         return *self.profiles, *self.lent_profiles
 
     def lending_nodes(self, lender: LendingPool) -> NodeClass:
-        """The nodes on which a lender serves. Raises ValueError where the cluster has no such pool."""
+        """The nodes on which a lender serves. Raises ValueError if the cluster has no such pool."""
         return self.cluster.serving_pool(lender.pool).nodes
 
     def menu(self, factors: BatchFactors = BATCH) -> Menu:
         """The menu of priced options, and the rejected engines with reasons (`rejected_layouts` has the layouts).
-        `factors` correct the price of rollout where a step waits for its whole batch."""
+        `factors` correct the price of rollout if a step waits for its whole batch."""
         recipe, model, classes = self.recipe, self.model, self.classes
         engines: list[EngineOption] = []
         training: list[TrainingOption] = []
@@ -260,10 +260,9 @@ class ClusterRequest:
     @property
     def switch_seconds(self) -> float:
         """Seconds of one change of colocated devices between training and generation: training state, spread over all
-        devices, goes to the host, and an engine's weights come from it."""
-        state = (
-            self.model.trained_parameters * training_bytes(self.recipe, self.model).on_devices / self.cluster.devices
-        )
+        devices, moves to the host, and an engine's weights move from it."""
+        held = training_bytes(self.recipe, self.model).on_devices
+        state = self.model.trained_parameters * held / self.cluster.devices
         weights = rollout_quantization(self.recipe).version_bytes(self.model)
         weights /= min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)
@@ -272,9 +271,9 @@ class ClusterRequest:
 def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest, ...]:
     """The requests with the same held layouts: those on any of their menus or held by any of them.
 
-    So a running layout has a price on every menu; a menu by itself lists, for each number of devices, only the layout
-    that is fastest for its own trajectories. Requests may differ in classes and in the running allocation; raises
-    ValueError where they differ in cluster, model or recipe.
+    So a running layout has a price on every menu; otherwise a menu lists, for each number of devices, only the fastest
+    layout for its own trajectories. Requests may differ in classes and in the running allocation; raises ValueError if
+    they differ in cluster, model or recipe.
     """
     for field in ("cluster", "model", "recipe"):
         if any(getattr(request, field) != getattr(requests[0], field) for request in requests):
@@ -288,8 +287,8 @@ def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest,
 
 
 def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str:
-    """The error text: the largest engine of each class of nodes, which is the nearest to fitting, and the smallest
-    change with which one fits."""
+    """The error text: the largest engine of each class of nodes, the nearest to fitting, and the smallest change that
+    makes one fit."""
     model = request.model
     largest = {each.name.rpartition("/")[0]: each for each in rejected}
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
@@ -299,7 +298,7 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
-    """Yield changes of framework, recipe or GPU with which an engine holds the model; of GPUs the smallest for each."""
+    """Yield changes of framework, recipe or GPU that make an engine hold the model; of GPUs the smallest for each."""
     model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
     unrestricted = recipe.model_copy(update={"framework": None})
     if recipe.framework and any(_holds(model, nodes, unrestricted, request.classes) for nodes in request.cluster.nodes):
