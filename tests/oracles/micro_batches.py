@@ -1,4 +1,4 @@
-"""Time of micro-batches that go round a ring of stages, layer after layer: attention, a link, FFN, a link back.
+"""Time of micro-batches that pass a ring of stages, layer after layer: attention, a link, FFN, a link back.
 
 Invariant: whole numbers in, whole numbers out, and exact; a micro-batch begins in a stage when it has left the one
 before and, in a serial stage, when the micro-batch before it has left. They keep their order in every layer.
@@ -30,10 +30,10 @@ def makespan(times: Sequence[Sequence[int]], serial: Sequence[bool], layers: int
 def alike_makespan(stages: Sequence[int], serial: Sequence[bool], micro_batches: int, layers: int) -> int:
     """`makespan` of identical micro-batches, in closed form.
 
-    Of all chains of events that wait for each other, the longest goes from stage to stage of one micro-batch (`around`
-    a layer) or from one micro-batch to the next in the longest serial stage. Which of the `layers` has which way
-    changes nothing, so all but the first have the longer one: a layer takes max(micro_batches x longest, around), the
-    period of MegaScale-Infer (arXiv 2504.02263, section 4).
+    The critical path follows one micro-batch through the stages of a layer (`around`), or passes from micro-batch to
+    micro-batch in the longest serial stage. Its length does not depend on which layers take which way, so all but the
+    first take the longer one: a layer takes max(micro_batches x longest, around), the period of MegaScale-Infer (arXiv
+    2504.02263, section 4).
     """
     around = sum(stages)
     longest = max(stage for stage, one in zip(stages, serial, strict=True) if one)

@@ -1,6 +1,6 @@
 """The GPUs of this machine, and the device of each slot: a share of a core, a share of a GPU, or whole GPUs.
 
-Invariant: nothing here imports torch or opens a CUDA context: the driver's own tool is asked. A GPU that another
+Invariant: nothing here imports torch or opens a CUDA context: the driver's own tool lists the GPUs. A GPU that another
 process uses is never given to a slot.
 """
 
@@ -49,7 +49,7 @@ class SlotDevice:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of its workers, in addition to those of their kind."""
+        """Environment variables of its workers, in addition to those of their kind."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
 
@@ -57,7 +57,7 @@ CPU = SlotDevice()
 
 
 def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that this process may use; none where there is no driver. Raises `DeviceError`."""
+    """The GPUs that this process may use; none without a driver. Raises `DeviceError`."""
     if shutil.which(_TOOL, path=environment.get("PATH")) is None:
         return ()
     users: dict[str, list[int]] = {}
@@ -140,7 +140,8 @@ def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:
 
 
 def hardware_name(on_gpus: bool) -> str:
-    """The machine's processor, and where workers are on GPUs these and their driver: equal where measured costs are."""
+    """The machine's processor, and for workers on GPUs also the GPUs and their driver. Measured costs apply to machines
+    of equal name."""
     return f"{processor_name()}, {gpu_names(inventory())}" if on_gpus else processor_name()
 
 

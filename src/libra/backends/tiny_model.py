@@ -72,7 +72,7 @@ class TokenizerCodec:
 
 
 def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int:
-    """Bytes of the keys and values of `dtype` that one token occupies in all layers, from `config.json`."""
+    """Bytes of one token's keys and values of `dtype` in all layers, from `config.json`."""
     config = _config(directory)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -135,7 +135,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 
 
 async def _until_terminated(work: Awaitable[Result]) -> Result:
-    """The result of `work`, which SIGTERM cancels as Ctrl-C does."""
+    """The result of `work`, which SIGTERM cancels like Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)

@@ -35,7 +35,7 @@ class HttpLimits:
     free_bytes: int = 2**16  # of a body that is always accepted
 
     def body_most(self, longest: int) -> int:
-        """Bytes of one body where the longest context has `longest` tokens: a longer one holds no prompt that fits."""
+        """Bytes of one body if the longest context has `longest` tokens: a longer body holds no prompt that fits."""
         return min(self.body_bytes, self.body_base + self.body_per_token * longest)
 
 

@@ -38,7 +38,7 @@ DEFAULT_ROUTER = "cmlfq"
 
 
 def _router_of(framework: str | None) -> str:
-    """The router of a request that names none: the one that its framework brings."""
+    """The router of a request that names none: its framework's."""
     return framework_named(framework).router or DEFAULT_ROUTER
 
 
@@ -173,7 +173,7 @@ class Recipe(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields added later while they have their default, so that older recipes are written unchanged."""
+        """Leave out fields added later if they have their default, so that older recipes are written unchanged."""
         written: dict[str, Any] = fields(self)
         if not self.prefill_decode:
             written.pop("prefill_decode", None)
@@ -191,7 +191,7 @@ class Recipe(Section):
 
     @property
     def carried_by(self) -> Framework:
-        """Capabilities of the framework that will carry the plan out."""
+        """Capabilities of the framework that carries the plan out."""
         return framework_named(self.framework)
 
     @property
@@ -200,7 +200,7 @@ class Recipe(Section):
         return self.framework is None or "router" in self.model_fields_set
 
     def without_framework(self) -> Recipe:
-        """The same recipe for any framework; a router that came with the framework goes with it."""
+        """The same recipe for any framework, without a router that came from the framework."""
         kept = {name: getattr(self, name) for name in self.model_fields_set if name != "framework"}
         return Recipe(**kept)
 

@@ -1,7 +1,7 @@
-"""Seconds of the passes over the layers: what one rank computes and exchanges inside its replica.
+"""Seconds of the passes over the layers: the computation and communication of one rank inside its replica.
 
 Invariant: a pass is charged for all tokens and keys of its rank, however they are packed, and for every micro-batch's
-fixed costs. Communication counts as far as it is not hidden behind attention. Times are seconds.
+fixed costs. Communication counts only if it is not hidden behind attention. Times are seconds.
 
 FLOPs: two per multiplied parameter and token, attention by the real, causal lengths; backward twice the forward
 (Narayanan et al. 2021, arXiv 2104.04473, appendix), attention's 2.5 times since FlashAttention computes the scores
@@ -55,13 +55,14 @@ class Work:
 
     @property
     def scored(self) -> int:
-        """Forward passes of a step besides the one that has a backward: of the old policy, of the reference."""
+        """Forward passes of a step in addition to the one with a backward: of the old policy, of the reference."""
         return int(self.old_policy) + (self.reference != "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Seconds of one rank, all its micro-batches: of a middle stage's layers, and of what the last stage adds."""
+    """Seconds of one rank, all its micro-batches: of a middle stage's layers, and of the last stage's additional
+    work."""
 
     forward: Array
     backward: Array
@@ -76,7 +77,7 @@ class Passes:
 def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     """The passes of one data-parallel rank with its share of the batch, in `counts` micro-batches per layout.
 
-    Data-parallel exchange is not part of them. What is sent has the type of the weights.
+    Data-parallel exchange is not part of them. Messages have the type of the weights.
     """
     model, batch, rates, state, fabric = work.model, work.batch, work.rates, work.state, work.fabric
     tp, cp = table.tp, table.cp
@@ -147,11 +148,9 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
 
 
 def _spared(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> Array:
-    """Share of a middle stage's layers that the last stage has not, where the layers do not divide by the stages.
-
-    It has that time for its head. Where logits are made in chunks, the head is computed once more than the layers are:
-    the share is lowered so that no time is counted as spared that is not.
-    """
+    """Share of a middle stage's layers that the last stage lacks, if the stages do not divide the layers. The last
+    stage has that time for its head. If logits are made in chunks, the head is computed once more than the layers, so
+    the share is lowered accordingly."""
     layers = np.ceil(model.layers / table.pp)
     passes = 2 + state.trained
     missing: Array = (layers * table.pp - model.layers) / layers * passes / (passes + table.chunked)
@@ -205,8 +204,8 @@ def _cast_width(experts: Experts, hidden: int) -> float:
 
 
 def reached_parts(experts: Experts, parts: Array) -> Array:
-    """Mean number of `parts` equal parts of the experts that have one of a token's experts: even draws without
-    replacement from the groups that its router is limited to (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Mean number of `parts` equal parts of the experts that have one of a token's experts. Draws are even, without
+    replacement, from the groups that its router is limited to (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     share = experts.active_groups / experts.groups
     within = np.where(parts < experts.groups, _drawn_parts(parts, experts.groups, experts.active_groups), parts * share)
     return _drawn_parts(np.maximum(1.0, within), experts.count * share, experts.active)

@@ -1,7 +1,5 @@
-"""From the name in a configuration to an environment.
-
-Only names that the user wrote into the configuration are imported, and nothing is called that is not a class with the
-methods of the protocol.
+"""Loads the environment that a configuration names. It imports only names from the user's configuration, and calls only
+classes with the methods of the protocol.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All that Libra knows of one kind of GPU: its data sheet, and the shares of it that were measured.
+"""Libra's record of one kind of GPU: its data sheet, and the measured shares of it.
 
 Invariant: a record has no gaps. A figure that was not measured on this GPU is stated as another GPU's share of its data
 sheet, and the record says so; a missing or impossible one is an error when the module is imported.
@@ -18,7 +18,8 @@ Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna"]
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """Rates that kernels of an engine reach. Each also takes a fixed time, which dominates decode of few sequences."""
+    """Rates that kernels of an engine reach. Each kernel also takes a fixed time, which dominates the decode of few
+    sequences."""
 
     linear_flops: float  # FLOP/s of large matrix products
     bandwidth: float  # bytes/s of weights and activations
@@ -55,7 +56,7 @@ class TrainingShares:
 
 @dataclass(frozen=True, slots=True)
 class TableSystem:
-    """A GPU that the kernel tables of aiconfigurator-core have."""
+    """A GPU in the kernel tables of aiconfigurator-core."""
 
     name: str  # as the tables call it
     vllm: str  # version that was measured

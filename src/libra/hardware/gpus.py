@@ -1,9 +1,9 @@
-"""The GPUs that are known by name, a record each, and those that a file describes.
+"""The GPUs known by name, a record each, and GPUs that a file describes.
 
 Invariant: each number carries its source. To add a GPU, add its record here; nothing else names GPUs. Speeds are
-without sparsity, with which data sheets double them. Memory is what the driver reports, a data sheet's gigabytes less
-what error correction and the driver take; `visible` is what PyTorch reports of it in public logs of vLLM, that of H200
-an estimate by messages of PyTorch.
+without sparsity, with which data sheets double them. Memory is the driver's figure, a data sheet's gigabytes minus the
+memory of error correction and the driver; `visible` is PyTorch's figure in public logs of vLLM, for H200 an estimate
+from messages of PyTorch.
 
 The measured kernel rates are fits of the model in `libra.cost.sources.layer_kernels` to the kernel times of vLLM that
 aiconfigurator-core 0.12 ships (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of
@@ -262,7 +262,7 @@ _L40S_KERNELS = replace(
 
 
 def _unmeasured(gpu: GPU) -> KernelRates:
-    """Rates by the shares of the data sheet that H100 and H200 reach on average, with the fixed times of H100."""
+    """Rates by the average shares of the data sheet that H100 and H200 reach, with the fixed times of H100."""
     return replace(
         _H100_KERNELS,
         linear_flops=0.78 * gpu.flops,
@@ -328,7 +328,7 @@ GPUS: Mapping[str, GPU] = {name: record.gpu for name, record in RECORDS.items()}
 
 
 def record_of(gpu: GPU) -> GPURecord:
-    """The record of a GPU; one that a file describes has shares of H100 and H200, and multiplies in bf16 alone."""
+    """The record of a GPU; one that a file describes has shares of H100 and H200, and multiplies only in bf16."""
     known = RECORDS.get(gpu.name)
     return _roofline(gpu, "ada", {}) if known is None else known
 
@@ -340,7 +340,7 @@ _MEMORY = re.compile(r"(\d+)\s*gi?b\b")
 
 
 def nearest_gpu(given: str) -> str | None:
-    """The known GPU that is written differently in `given`; never one with another memory, link or chip.
+    """The known GPU of which `given` is another spelling; never one with another memory, link or chip.
 
     >>> [nearest_gpu(name) for name in ("NVIDIA H100 SXM5 80GB", "h-200", "H100 PCIe", "A30", "H200 80GB")]
     ['H100', 'H200', None, None, None]

@@ -1,8 +1,8 @@
 """Groups of episodes in progress, and the batch that a step makes of finished groups.
 
 Invariant: a group starts only while bounded staleness admits it, and none is dropped. An episode is on file before it
-counts, and so is the batch that took it. A batch is a function of its groups in their order, so that a step which is
-replayed from the same groups trains on the same samples.
+counts, and so is the batch that took it. A batch is a function of its groups in their order, so a replayed step of the
+same groups trains on the same samples.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Groups:
         self._failure: Exception | None = None
 
     def require_sound(self) -> None:
-        """Raise what an episode raised."""
+        """Raise the error of an episode, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     def take_up(self) -> None:
-        """Continue the groups that an interrupted run had in progress, with the episodes that have finished."""
+        """Continue the groups in progress of an interrupted run, with their finished episodes."""
         for group in self.history.groups:
             try:
                 self._admission.resume(_name(group.number), group.started_at, group.episodes.values())
@@ -90,7 +90,7 @@ class Groups:
         return [episodes for _, episodes in groups]
 
     async def cancel(self) -> None:
-        """End all episodes where they are."""
+        """End all episodes at once."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

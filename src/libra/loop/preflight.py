@@ -1,7 +1,6 @@
 """Checks of a run's configuration before anything is started.
 
-Invariant: a run that cannot work is refused here in one line that names the key and the remedy, and leaves nothing
-behind.
+Invariant: an impossible run is refused here in one line that names the key and the remedy, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from libra.config.run import (
     StartConfig,
     TrainingConfig,
 )
-from libra.cost.engine_memory import held_bytes
+from libra.cost.engine_memory import context_bytes, held_bytes
 from libra.cost.quantization import AS_STORED
 from libra.cost.train_memory import CONTEXT as TRAINER_CONTEXT
 from libra.environments.protocol import Environment
@@ -103,7 +102,7 @@ def check_environment(config: RunConfig, environment: Environment | ServedEnviro
 
 
 def _check_cache() -> None:
-    """Warm models and measured costs are kept there; a home may be read-only."""
+    """Check the directory for warm models and measured costs; a home may be read-only."""
     if not can_be_written(cache := cache_directory()):
         raise ConfigError(f"{cache} cannot be written; set XDG_CACHE_HOME to a directory that you may write to")
 
@@ -118,7 +117,7 @@ def _check_launcher(cluster: ClusterConfig) -> None:
 
 
 def _check_ray_address(address: str) -> None:
-    """Ray itself would try a wrong one for minutes."""
+    """Check the address here, since Ray itself would try a wrong one for minutes."""
     remedy = "run libra on a node of the cluster, and give auto, or the HOST:PORT that `ray start` printed"
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or address.startswith("ray://"):
@@ -142,6 +141,7 @@ def _check_model_directory(directory: Path | None) -> None:
             raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
+    _model_config(directory)
 
 
 def _check_memory(
@@ -197,7 +197,7 @@ def _kv_bytes(model: ModelConfig) -> int:
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """Whether each slot's GPUs hold a replica, and an engine of each shape: what their sizes say before one starts."""
+    """Check that each slot's GPUs hold a replica, and an engine of each shape, by their sizes."""
     cluster, training = config.cluster, config.training
     if config.lending is not None and config.lending.servers:
         raise ConfigError("lending.servers: servers of the run's own are on CPU slots; set cluster.device to cpu")
@@ -212,6 +212,8 @@ def _check_gpus(config: RunConfig) -> None:
     room = cluster.share * min(gpu.memory for gpu in inventory())
     parts = cluster.replica_gpus if training.sharding == "fsdp2" else 1
     needs = {"a training replica": TRAINED_BYTES * model.parameters / parts + TRAINER_CONTEXT}
+    if cluster.hybrid and any(shape.sleeps for shape in config.engines.values()):  # an engine sleeps beside it
+        needs["a training replica"] += context_bytes(cluster.engine_gpus)
     for name, shape in config.engines.items():
         budget = shape.max_num_batched_tokens or shape.max_model_len
         held = held_bytes(model, cluster.engine_gpus, batched_tokens=budget, seqs=shape.max_num_seqs)

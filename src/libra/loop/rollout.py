@@ -1,8 +1,8 @@
-"""The agent loop: generate a turn, call the tool it asks for, route the next turn by what came back.
+"""The agent loop: generate a turn, call the tool that it requests, route the next turn by the tool's return.
 
 Invariant: tokens in, tokens out. Generated tokens enter the sample as the ids that an engine sampled, with their
-log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that asks for
-it, even where engines are lost.
+log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that requests
+it, even if engines are lost.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Rollout:
             returned = ToolReturn(call.tool, status, len(back))
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
-        """The tool's reply, classified by how the call ended, never by its text."""
+        """The tool's reply, classified by the way the call ended, never by its text."""
         environment = self._environment
         tool = self._tools.get(call.tool)
         if tool is None:
@@ -117,7 +117,7 @@ class Rollout:
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:
-    """Result of `call` within `deadline` seconds, else TimeoutError. A call that goes on when it is cancelled is left
+    """Result of `call` within `deadline` seconds, else TimeoutError. A call that ignores its cancellation is left
     alone. A call that cancels itself raises an error, and does not end the episode."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(_let_go)
@@ -134,7 +134,7 @@ async def _within(deadline: float, call: Awaitable[T]) -> T:
 
 
 def _let_go(task: asyncio.Future[T]) -> None:
-    """Retrieve a late exception, so that asyncio does not log it: the caller has stopped waiting."""
+    """Retrieve a late exception after the caller has stopped waiting, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -150,8 +150,8 @@ async def evaluate(
     """Accuracy of the weights after `step` over `prompts`, sampled at `temperature` and greedy; also returns the
     sampled episodes.
 
-    A question is sampled from the same seed in every evaluation, so that two of them differ by their policies rather
-    than by luck (common random numbers).
+    A question has the same seed in every evaluation, so two evaluations differ by their policies rather than by chance
+    (common random numbers).
     """
     under_way = asyncio.Semaphore(_AT_ONCE)
 

@@ -1,6 +1,5 @@
-"""`libra run`: bring everything up, warm up, measure, post-train, evaluate, and leave nothing behind.
-
-Invariant: whatever ends a run (its last step, an error, Ctrl-C), its workers are gone and its files can be read.
+"""`libra run`: start all workers, warm up, measure, post-train, evaluate, and end all workers. ¶ Invariant: whatever
+ends a run (its last step, an error, Ctrl-C), its workers are gone and its files are readable.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager
 
 
 class MemoryWatch:
-    """Watches this process, and those under `roots`, while it is entered."""
+    """Watches this process, and those under `roots`, within its context."""
 
     def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
         self._roots = roots
@@ -140,7 +139,7 @@ class MemoryWatch:
                 await self._task
 
     async def peak(self) -> int:
-        """Peak memory so far, in bytes, this moment included."""
+        """Peak memory in bytes until now."""
         self._peak = max(self._peak, await asyncio.to_thread(self._proportional_set_size))
         return self._peak
 

@@ -1,4 +1,4 @@
-"""One session of a run: its parts wired together, from the first worker to the summary."""
+"""One session of a run: its parts connected, from the first worker to the summary."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSum
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """The run's records, and those that an interrupted run left."""
+    """The run's records, and those of an interrupted run."""
 
     history: History
     recorded: Recorded
@@ -135,7 +135,7 @@ class Session:
         return summary
 
     def _open_records(self) -> _Records:
-        """The files of the run directory, made whole where an interrupted run left gaps in them."""
+        """The files of the run directory, repaired where an interrupted run left gaps."""
         directory, before = self.config.run_directory, self.before
         history = before.history if before is not None else History(0)
         recorded = before.recorded if before is not None else Recorded()
@@ -250,7 +250,7 @@ class Session:
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float
     ) -> RunSummary:
-        """The summary of all sessions, but for memory and time of devices; `started`: trajectories."""
+        """The summary of all sessions, except for memory and device time; `started`: trajectories."""
         config, directory = self.config, self.config.run_directory
         trained = steps * config.training.trajectories
         seconds_before = self.before.seconds if self.before is not None else 0.0

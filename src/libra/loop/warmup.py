@@ -1,7 +1,6 @@
-"""The supervised start: a policy that acts, if poorly, made from demonstrations.
-
-Invariant: the warm model depends on its configuration, the environment and the seed alone, so it can be kept and
-reused: three runs that differ in their learning rate start from the same weights.
+"""The supervised start: a policy that acts, imperfectly, trained on demonstrations. ¶ Invariant: the warm model depends
+only on its configuration, the environment and the seed, so it can be cached and reused: three runs that differ in their
+learning rate start from the same weights.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ async def warm_model(
     precision: Precision,
     progress: Callable[[int, int, float], None],
 ) -> Path:
-    """The directory of the model that reinforcement learning starts from; made now, or found from an earlier run.
-    `progress` is called after every step with the step, the number of steps, and the loss."""
+    """The directory of the initial model of reinforcement learning; made now, or found from an earlier run. `progress`
+    is called after every step with the step, the number of steps, and the loss."""
     if config.model.directory is not None and config.warm_up.steps == 0:
         return config.model.directory
     if isinstance(environment, ServedEnvironment):

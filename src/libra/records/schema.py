@@ -39,8 +39,8 @@ def role_of(label: str) -> Role:
 
 
 def styles(labels: Iterable[str], of_role: Mapping[Role, Style], of_buckets: Sequence[Style]) -> dict[str, Style]:
-    """A style for each distinct label, in order of first appearance. Buckets take `of_buckets` in that order; the last
-    of these serves all that follow."""
+    """A style for each distinct label, in order of first appearance. Buckets take `of_buckets` in that order; all
+    further ones take the last."""
     distinct = dict.fromkeys(labels)
     buckets = [label for label in distinct if ":" in label]
     return {
@@ -84,7 +84,7 @@ class StepLoan:
 @dataclass(frozen=True, slots=True)
 class StepRecord(Record):
     """One optimiser step. `train`, `exchange`, `publish`, `wait`, `checkpoint`, `held` and `redone` are disjoint parts
-    of `step_seconds`; the rest is the controller's own."""
+    of `step_seconds`; the rest is the controller's own time."""
 
     step: int
     time: float  # when the step ended
@@ -168,7 +168,7 @@ class PeriodRecord(Record):
 
     @property
     def relative_error(self) -> float:
-        """Relative error of the prediction; positive where the step was faster than predicted."""
+        """Relative error of the prediction; positive if the step was faster than predicted."""
         return (self.predicted_seconds - self.measured_seconds) / self.measured_seconds
 
 
@@ -266,7 +266,7 @@ class ServedSummary:
 
 @dataclass(frozen=True, slots=True)
 class LendingSummary:
-    """The gain of the run from lending, and its cost for users."""
+    """The run's gain from lending, and its cost for users."""
 
     rule: str
     share: float  # of the lent devices' time that rollout had, while it had turns to make
@@ -342,7 +342,7 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 def parse_record(kind: type[R], text: str | bytes, where: str) -> R:
-    """Parse one JSON object, with or without a checksum, as a record; `where` (as in `metrics.jsonl:12`) opens the
+    """Parse one JSON object, with or without a checksum, as a record; `where` (as in `metrics.jsonl:12`) begins the
     error message."""
     try:
         record: R = _adapter(kind).validate_json(opened(text), strict=True)

@@ -39,8 +39,8 @@ def explain_page(
     finalists: Sequence[tuple[str, str, str, str]] = (),
 ) -> str:
     """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
-    shortest first, for the distribution above the buckets. `answer` are the sentences that open it, `alarms` what a
-    reader must not miss, `finalists` the rows of plans that were simulated (see `plan_headline`)."""
+    shortest first, for the distribution above the buckets. `answer` are the sentences at its top, `alarms` its
+    warnings, `finalists` the rows of simulated plans (see `plan_headline`)."""
     plans = [(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
     otherwise = [(other.decision, other.plan) for other in explanation.otherwise]
     # The widest of both tables, so that they compare.
@@ -157,7 +157,7 @@ def _sides(splits: Sequence[Split]) -> str:
 
 
 def below(points: Sequence[tuple[float, float]], limit: float) -> tuple[tuple[float, float], ...]:
-    """The stretch of a curve from where it first falls below the limit to where it last rises above it."""
+    """The part of a curve from where it first falls below the limit to where it last rises above it."""
     inside = [k for k, (_, y) in enumerate(points) if y <= limit]
     if not inside:
         return ()

@@ -1,4 +1,4 @@
-"""Terminal tables of an explanation, and the sentence that opens them.
+"""Terminal tables of an explanation, and the sentence above them.
 
 Invariant: tables show the numbers of their `Explanation` and compute none of their own, up to units and shares; they
 are legible in 100 columns.
@@ -31,7 +31,7 @@ def headline(explanation: Explanation) -> str:
 
 
 def against_sentences(found: Against) -> tuple[str, ...]:
-    """Comparison of a split with the plan, and which side of each waits: a sentence each."""
+    """Comparison of a split with the plan, and the waiting side of each: a sentence each."""
     own, plan = found.split, found.plan
     compared = "as long as" if abs(found.longer) < LEAST_LOSS else f"{signed_percent(found.longer, 1)} against"
     idle = f" No engines fill {plural(found.idle, 'GPU')} of it." if found.idle else ""
@@ -96,7 +96,7 @@ def roles(plan: PlanView) -> str:
 
 
 def loss(plan: PlanView) -> str:
-    """The plan's loss; "none" below the solver's tolerance."""
+    """The plan's loss; "none" if below the solver's tolerance."""
     return "none" if abs(plan.loss) < LEAST_LOSS else signed_percent(plan.loss, 1)
 
 

@@ -1,7 +1,7 @@
 """Parts that all pages share: colours, tiles, and templates.
 
 A page is self-contained: it loads no script, no address and no font. All text that is not markup already is escaped, so
-text that a run wrote cannot become a tag.
+text of a run cannot become a tag.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Words of a cell with a bar before them, `part` of 0 to 1 of its longest."""
+    """Text of a cell after a bar, whose length is `part` (0 to 1) of the longest."""
 
     words: str
     part: float

@@ -27,7 +27,7 @@ class RunChapter:
 
 
 def training_run_page(outcome: SimulatedRun, planned: float, title: str) -> str:
-    """`planned` are the seconds of a step by the plan; `title` names what was simulated."""
+    """`planned` is the plan's seconds of a step; `title` names the simulated run."""
     chapters: list[RunChapter] = [made(outcome) for made in offered("training run page")]
     return render(
         "training_run.html",

@@ -1,7 +1,7 @@
 """vLLM's own extension point for weight updates, filled with our shared-memory buffers.
 
-Invariant: what is sent to a worker of vLLM is plain numbers, so that each process of an engine on several GPUs finds
-the buffers by itself. Weights are on the device when an update returns.
+Invariant: messages to a worker of vLLM are plain numbers, so each process of an engine on several GPUs finds the
+buffers by itself. Weights are on the device when an update returns.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
 
     @staticmethod
     def trainer_send_weights(*_: object, **__: object) -> None:
-        """Raises: trainers write into the buffers. vLLM 0.26 asks for the method."""
+        """Raises: trainers write into the buffers. vLLM 0.26 requires the method."""
         raise NotImplementedError("weights are published in shared memory")
 
 
@@ -94,7 +94,7 @@ def _pack_tied_output(model: torch.nn.Module) -> None:
 
 
 class KnowsSharedMemory:
-    """Extension of vLLM's worker: a worker in a process of its own imports this, and so knows the transfer."""
+    """Extension of vLLM's worker: a worker in a process of its own imports this, which registers the transfer."""
 
 
 WeightTransferEngineFactory.register_engine(_BACKEND, SharedMemoryTransfer)
@@ -103,5 +103,5 @@ WORKER_EXTENSION = f"{KnowsSharedMemory.__module__}.{KnowsSharedMemory.__qualnam
 
 
 def take_turns(worker: Any, in_turns: TurnTaking) -> None:
-    """Have a worker in this process wrap the weights that it loads."""
+    """Have a worker in this process wrap its weight loading in turns."""
     worker.weight_transfer_engine.in_turns = in_turns

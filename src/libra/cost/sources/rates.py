@@ -1,13 +1,10 @@
 """Shares of its data sheet that a GPU delivers: in kernels of an engine (the roofline's constants), and in training.
 
-Invariant: every set of rates names its source. Some GPUs were measured; the others are taken to deliver the same shares
-of their data sheets, and their rates say so. A calibration replaces the rates that it measured, and no others.
-
-What was measured is in the record of each GPU, `libra.hardware.gpus`.
-
-Training rates are achieved over whole layers, from published runs: `linear` is the most that devices of the kind were
-measured to reach over whole steps, and nothing else is faster, so no price made of these rates can beat what was
-measured.
+Invariant: every set of rates names its source. Some GPUs were measured; the others are assumed to deliver the same
+shares of their data sheets, and their rates say so. A calibration replaces the rates that it measured, and no others.
+The measurements are in the record of each GPU, `libra.hardware.gpus`. Training rates are achieved over whole layers,
+from published runs: `linear` is the highest measured rate of such devices over whole steps, and nothing else is faster,
+so no price from these rates beats a measurement.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class Calibration:
 
 
 def rates(gpu: GPU, calibration: Calibration | None = None) -> Rates:
-    """Rates that kernels reach on a GPU, by its record, or as measured where there is a calibration."""
+    """Rates that kernels reach on a GPU, by its record, or by a calibration if there is one."""
     record = record_of(gpu)
     kernels = {it.name: getattr(record.kernels, it.name) for it in fields(KernelRates)}
     known = Rates(**kernels, link_share=record.bus)

@@ -58,7 +58,7 @@ def check(
     """Find how much of a serving engine's time can be lent without costing its users their SLO.
 
     The traffic is replayed at 0.1, 0.2, ... 2 times its rate, alone and with a borrower that spends every grant to its
-    end. A certificate holds up to the largest of these rates at which no request misses the SLO that meets it alone.
+    end. A certificate holds up to the largest of these rates at which lending makes no request miss its SLO.
 
     Exit status: 0 done, 2 bad input (also an SLO that serving alone misses), 3 nothing can be lent.
     """

@@ -1,9 +1,9 @@
 """A node's feed for others: the deltas that it keeps, and all of a version for a reader that is too far behind.
 
-Invariant: of every chunk the feed keeps all deltas from version `kept_from` to `newest`, and gives a reader each of
-them once, or the whole chunk where the reader has less than that. So a reader that has given all that it got to a
-mirror is where the feed is, wherever it began; and bytes that one reader is slow to take are kept once for all of them.
-It decides and does no I/O; its writer awaits `room` first.
+Invariant: of every chunk the feed keeps all deltas from version `kept_from` to `newest`. It gives a reader each of them
+once, or the whole chunk if the reader's version is older. So a reader that applies all of them reaches the feed's
+version, wherever it began. Bytes for slow readers are kept once for all of them. It decides and does no I/O; its writer
+awaits `room` first.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Store(Protocol):
 
     @property
     def versions(self) -> Versions:
-        """Version of each chunk; `NOTHING` where there is none."""
+        """Version of each chunk; `NOTHING` if there is none."""
         ...
 
     def chunk(self, number: int) -> Chunk:
-        """A chunk that there is."""
+        """A chunk that exists."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KeptFrame:
-    """One item that is kept, and the frame that it came in or goes out in."""
+    """One kept item, and its frame."""
 
     item: Kept
     frame: bytes
 
 
 class FeedReader:
-    """Progress of one reader: the version of each chunk that it was given, and its place in what is kept."""
+    """Progress of one reader: the version of each chunk that it was given, and its position among the kept items."""
 
     def __init__(self, have: Versions, wanted: Mask) -> None:
         self.have, self.wanted = have, wanted
@@ -57,7 +57,7 @@ class FeedReader:
 
 
 class Feed:
-    """`lineage` tells the versions of one run from those of another; a node that follows takes its source's."""
+    """`lineage` distinguishes the versions of one run from those of another; a follower takes its source's."""
 
     def __init__(self, grid: Grid, own: Mask, lineage: str = "", kept_bytes: int | None = None) -> None:
         self.grid, self.own = grid, own
@@ -69,7 +69,7 @@ class Feed:
         self.begin(lineage, np.full(len(grid), NOTHING, np.int64))
 
     def begin(self, lineage: str, newest: Versions) -> None:
-        """Keep nothing, and go on from these versions of that lineage."""
+        """Keep nothing, and continue from these versions of that lineage."""
         self.lineage = lineage
         self.newest, self.kept_from = newest.copy(), newest.copy()
         self.completed = np.full(len(self.grid), NOTHING, np.int64)
@@ -80,7 +80,7 @@ class Feed:
         self.stock(None)
 
     def stock(self, store: Store | None) -> None:
-        """Set the source of whole chunks, or note that it has other chunks now."""
+        """Set the source of whole chunks, or note that its chunks have changed."""
         self._store, self._stock = store, object()
         self._announce()
 
@@ -90,11 +90,11 @@ class Feed:
         return self._bytes
 
     def entries(self) -> tuple[KeptFrame, ...]:
-        """All that is kept, oldest first."""
+        """All kept items, oldest first."""
         return tuple(self._entries)
 
     def add(self, item: Kept, frame: bytes) -> bool:
-        """Keep an item that goes on from what is kept. False: it was here before, or something before it is missing."""
+        """Keep an item that follows the kept ones. False: it is a duplicate, or one before it is missing."""
         if isinstance(item, Chunk):
             newest = self.newest[item.number]
             if item.version <= newest or not (item.whole or item.base == newest):
@@ -115,7 +115,7 @@ class Feed:
         return True
 
     def lost(self, number: int, have: int) -> None:
-        """Note that the node's own mirror could not use a chunk: it goes on from the version that it has."""
+        """Note that the node's own mirror could not use a chunk: the feed continues from the mirror's version."""
         self.newest[number] = have
         self.kept_from[number] = max(self.kept_from[number], have)
         if self.first is not None:
@@ -123,7 +123,7 @@ class Feed:
         self._announce()
 
     def next(self, reader: FeedReader) -> KeptFrame | None:
-        """The next frame for the reader; None while there is nothing. The reader counts as having it then."""
+        """The next frame for the reader; None if there is none. The reader counts as having it from then on."""
         if reader.place < self._dropped:
             reader.place, reader.stock = self._dropped, None
         if reader.stock is not self._stock and self._store is not None:
@@ -148,8 +148,8 @@ class Feed:
         return int(given.min(initial=self.completed.max()))
 
     def _whole(self, reader: FeedReader) -> KeptFrame | None:
-        """The next whole chunk, of those whose deltas are not kept back to the reader; after all these, how far they
-        are complete."""
+        """The next whole chunk, of those whose deltas are not kept back to the reader's version; after all these, how
+        far they are complete."""
         if self._store is None:
             return None
         while reader.owed:
@@ -164,8 +164,8 @@ class Feed:
         return None
 
     def _complete(self, reader: FeedReader) -> Iterator[Complete]:
-        """The complete version of the chunks that the reader can get here, if it has them all. If not, there are deltas
-        for it, which are followed by the same messages."""
+        """The complete version of the chunks that the reader can get here, if it has them all. Otherwise deltas for it
+        remain, and the same messages follow them."""
         version = int(self.completed[self.own].min())
         if version == NOTHING or np.any(reader.have[self.own & reader.wanted] < version):
             return
@@ -187,19 +187,19 @@ class Feed:
         return self._changed.wait()
 
     async def room(self) -> None:
-        """Wait until no more than `kept_bytes` is kept. Slow readers elsewhere get whole chunks; the node's own mirror
-        is waited for."""
+        """Wait until no more than `kept_bytes` are kept. Slow remote readers get whole chunks; the node's own mirror is
+        waited for."""
         while self._bytes > self.kept_bytes and self.first is not None and self.first.place <= self._dropped:
             await self.changed()
 
     async def turn(self, item: Kept, others: Mask) -> None:
-        """Wait until the other senders' chunks are as far as those of the sender of `item`, before a version begins
-        with it: a mirror might otherwise never have one version everywhere."""
+        """Wait until the other senders' chunks are as far as those of the sender of `item`, before `item` begins a
+        version: otherwise a mirror might never have one version everywhere."""
         while self.begins(item) and np.any(self.newest[others] < self.newest.max()):
             await self.changed()
 
     def begins(self, item: Kept) -> bool:
-        """Whether `item` is the first of a version to be kept."""
+        """Whether `item` is the first kept item of a version."""
         return isinstance(item, Chunk) and not item.whole and item.version > self.newest.max()
 
     def _drop(self) -> None:

@@ -1,9 +1,9 @@
 """A process that keeps a node's weights, for engines in other processes: `python -m libra.lend.weights.follower`.
 
 Invariant: it never writes to the half that it last reported to its owner before the owner has answered, and it ends
-with its owner. The owner writes one JSON line, the order, to its standard input and reads from its standard output:
-where others may follow this node, and then each version, which the owner answers with a line when its engines have
-loaded it. What ends it is the last line of its standard error.
+with its owner. The owner writes one JSON line, the order, to its standard input. From its standard output the owner
+reads the address at which others may follow this node, and then each version. The owner answers each version with a
+line when its engines have loaded it. The last line of standard error is the reason of its end.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from libra.lend.weights.node import Address, LinkPatience, UpstreamLostError, We
 
 
 class FollowWeights(msgspec.Struct, frozen=True):
-    """Order to a follower. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, and the process
-    inherits it; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes that
+    """Order to a follower. `descriptor` is the memory that engines load from, as in `WeightBuffer`, and the process
+    inherits it. `sources` are the addresses of each source, a relay before its own source. `ranges` are the bytes that
     engines read, or empty for all."""
 
     grid: Grid
@@ -38,7 +38,7 @@ class FollowWeights(msgspec.Struct, frozen=True):
 
 
 class FollowerPlace(msgspec.Struct, frozen=True, tag=True):
-    """Others may follow this node here."""
+    """The address at which others may follow this node."""
 
     port: int
 
@@ -47,7 +47,7 @@ FollowerWord = FollowerPlace | LoadWeights
 
 
 async def follow(order: FollowWeights) -> None:
-    """Follow until the sources are lost (raises `UpstreamLostError`), or the owner goes (raises `EOFError`)."""
+    """Follow until the sources are lost (raises `UpstreamLostError`), or the owner ends (raises `EOFError`)."""
     grid, owner = order.grid, asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(owner), sys.stdin)
     if os.fstat(order.descriptor).st_size < BUFFERS * grid.size:

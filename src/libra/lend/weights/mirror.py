@@ -1,8 +1,7 @@
-"""A node's copy of the weights, in two halves: engines load one while the next version is put together in the other.
-
-Invariant: the half that engines load is one version, published as such, every chunk of it checked against the sender's
-checksum after it was written. A delta is applied to what it was made from, or not at all. A chunk that failed is not
-trusted any more and has to be asked for whole; the half that engines load is untouched by that.
+"""A node's copy of the weights, in two halves: engines load one while the next version is built in the other. ¶
+Invariant: the half that engines load is one published version, and every chunk of it was checked against the sender's
+checksum after it was written. A delta is applied to its base, or not at all. A failed chunk is not trusted any more and
+has to be requested whole; this does not affect the half that engines load.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Mirror:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all that is here."""
+        """Forget all contents."""
         self.held = NOTHING  # the version that engines load
         self.checksum: int | None = None  # of all weights of that version; None: not told
         self._staged = self._nothing()
@@ -45,7 +44,7 @@ class Mirror:
 
     @property
     def have(self) -> Versions:
-        """The newest version of each chunk that a delta may be applied to."""
+        """The newest version of each chunk to which a delta may be applied."""
         return np.maximum(self._staged, self.versions)
 
     def content(self) -> Vector:
@@ -53,13 +52,13 @@ class Mirror:
         return self._halves[self.half]
 
     def chunk(self, number: int) -> Chunk:
-        """A chunk that engines load, whole."""
+        """A whole chunk of those that engines load."""
         content = self.content()[self.grid.span(number)]
         return Chunk(number, self.held, NOTHING, 0, int(self._sums[self.half][number]), content.tobytes())
 
     def take(self, chunk: Chunk) -> bool:
-        """Put a chunk where the next version is made. False: it was here, is not wanted, or its base is not here.
-        Raises `WeightUpdateError` when it does not lead to what its sender says."""
+        """Put a chunk into the next version. False: it is a duplicate, is not wanted, or its base is missing. Raises
+        `WeightUpdateError` if the result does not match its sender's checksum."""
         number = chunk.number
         if not 0 <= number < len(self.grid):
             raise WeightUpdateError(f"chunk {number} of {len(self.grid)}")
@@ -91,11 +90,11 @@ class Mirror:
             self._checksums[complete.version] = complete.checksum
 
     def is_late(self, chunk: Chunk) -> bool:
-        """Whether its version was confirmed before it came."""
+        """Whether its version was confirmed before it arrived."""
         return bool(self._confirmed[chunk.number] >= chunk.version)
 
     def settle(self) -> bool:
-        """Swap the halves if another version is there whole, and published; returns whether."""
+        """Swap the halves if another version is whole and published; returns whether it did."""
         staged = self._staged[self.wanted]
         version = int(staged[0])
         if version <= self.held or np.any(staged != version) or np.any(self._confirmed[self.wanted] < version):

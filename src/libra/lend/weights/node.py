@@ -1,10 +1,9 @@
-"""A node that keeps weights: it follows a source or a relay, has its engines load what is whole, and is a relay itself.
-
-Invariant: what comes is passed on chunk by chunk before this node has used it, and once to each reader, so a link to a
-cluster is crossed once if one of its nodes follows what is beyond and the others follow that node. A version reaches
-`load` only from a mirror that has checked it, and the half where it lies is not written to before `load` has returned;
-newer chunks go to the other half meanwhile, and no reader waits for this node's engines. What is damaged, missing or of
-another base is asked for again, and not for ever: `UpstreamLostError`.
+"""A node that keeps weights: it follows a source or a relay, has its engines load whole versions, and is a relay
+itself. ¶ Invariant: chunks are relayed before this node uses them, and once to each reader. So a chunk crosses the link
+to a cluster once, if one of its nodes follows the source and the others follow that node. A version reaches `load` only
+from a mirror that has checked it, and its half is not written before `load` has returned. Newer chunks go to the other
+half meanwhile, and no reader waits for this node's engines. Chunks that are damaged, missing or of another base are
+requested again, a bounded number of times: `UpstreamLostError`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _FAILURES = 8  # of chunks that arrived as they were sent and do not lead where 
 
 
 class UpstreamLostError(ConnectionError):
-    """None of the places where a node asks for weights gives any more."""
+    """None of a node's sources sends weights any more."""
 
 
 # --- the sender ------------------------------------------------------------------------------------------------------
@@ -81,8 +80,8 @@ async def served(
     port: int = 0,
     limits: WeightsLimits = WEIGHTS,
 ) -> AsyncIterator[Address]:
-    """Serve a feed to all readers that show the token; yields the address. Port 0: any. Where too many connections have
-    not shown it, the longest waiting one gives way."""
+    """Serve a feed to all readers that send the token; yields the address. Port 0: any. With too many connections
+    without a token, the longest waiting one is closed."""
     patience = patience or LinkPatience()
     readers: set[asyncio.Task[None]] = set()
     strangers: dict[asyncio.Task[None], None] = {}  # of these, the longest waiting first
@@ -124,7 +123,7 @@ async def served(
 
 @contextlib.asynccontextmanager
 async def _closed(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
-    """Close the connection in the end and retrieve the error it was lost with, which asyncio would log with a trace."""
+    """Close the connection at the end and retrieve its error, which asyncio would otherwise log with a trace."""
     try:
         yield
     finally:
@@ -134,7 +133,7 @@ async def _closed(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
 
 
 async def _greeted(reader: asyncio.StreamReader, token: str, chunks: int, limits: WeightsLimits) -> Hello:
-    """Raises `OSError` where the first frame is too large or too late, or does not show the token."""
+    """Raises `OSError` if the first frame is too large or too late, or lacks the token."""
     most = limits.hello_bytes + chunks * limits.hello_chunk_bytes
     async with asyncio.timeout(limits.hello_seconds):
         hello, _ = await receive(reader, limits.hello_seconds, most)
@@ -166,7 +165,7 @@ async def _serve(feed: Feed, hello: Hello, patience: LinkPatience, writer: async
 
 
 async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter, version: int) -> None:
-    """Wait for a change; where there is none, tell the reader that the sender is there, and what was sent."""
+    """Wait for a change; without one, tell the reader that the sender is alive, and what was sent."""
     try:
         async with asyncio.timeout(patience.beat):
             await feed.changed()
@@ -180,7 +179,7 @@ async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter
 
 class WeightsNode:
     """`halves` is the memory from which engines load, and `load` has them do it; `wanted` are the chunks that they read
-    (all, if it is not given)."""
+    (default: all)."""
 
     def __init__(
         self,
@@ -205,8 +204,8 @@ class WeightsNode:
     async def follow(
         self, sources: Sequence[Sequence[Address]], token: str, patience: LinkPatience | None = None
     ) -> None:
-        """Keep up with what is published. Each source has a part of the weights; mostly there is one. Its places are
-        tried in turn: a relay first, then what it follows. Raises `UpstreamLostError`, and what `load` raises."""
+        """Keep up with the publications. Each source has a part of the weights; mostly there is one. Its addresses are
+        tried in turn: a relay first, then the relay's source. Raises `UpstreamLostError`, and the errors of `load`."""
         patience = patience or LinkPatience()
         tasks = [asyncio.create_task(self._follow(tuple(ways), token, patience)) for ways in sources]
         tasks.append(asyncio.create_task(self._use()))
@@ -246,7 +245,7 @@ class WeightsNode:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Take what comes until the connection ends, which raises `OSError`."""
+        """Receive until the connection ends, which raises `OSError`."""
         feed, wanted = self.feed, self.mirror.wanted
         writer.write(pack(Hello(token, feed.grid, feed.lineage, runs(feed.newest), runs(wanted))))
         theirs: Mask | None = None
@@ -274,7 +273,7 @@ class WeightsNode:
                     raise DamagedError(f"{type(message).__name__} is not what a sender says")
 
     def _require_sound(self, item: Chunk | Complete, theirs: Mask) -> None:
-        """Raises `DamagedError` for what is not of these weights, and where something before it did not come."""
+        """Raises `DamagedError` for an item of other weights, or one whose predecessor is missing."""
         newest = self.feed.newest
         start, stop = (item.number, item.number + 1) if isinstance(item, Chunk) else (item.start, item.stop)
         if not 0 <= start < stop <= len(newest) or item.version < 0:
@@ -298,7 +297,7 @@ class WeightsNode:
                 writer.transport.abort()  # a sender that is silent may never take the rest of a greeting
 
     def _ask_again(self, number: int) -> None:
-        """Have a chunk sent again that is of no use as it came, whole if need be."""
+        """Request an unusable chunk again, whole if need be."""
         self.feed.lost(number, int(self.mirror.have[number]))
         for writer in self._upstream:
             writer.close()
@@ -310,7 +309,7 @@ class WeightsNode:
         self.feed.begin(lineage, self.mirror.have)
 
     async def _use(self) -> None:
-        """Put together what comes, and have engines load it. What comes while they do goes to the other half."""
+        """Apply what arrives, and have engines load it. Chunks that arrive during the load go to the other half."""
         feed = self.feed
         loading: asyncio.Task[None] | None = None
         try:
@@ -352,7 +351,7 @@ class WeightsNode:
             self._ripe = self._ripe or mirror.is_late(item)
 
     async def _settled(self) -> LoadWeights | None:
-        """The order for what engines are to load now; None: nothing."""
+        """The order of the next load for engines; None: nothing to load."""
         mirror, self._ripe = self.mirror, False
         if not mirror.settle():
             return None

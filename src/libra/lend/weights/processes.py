@@ -1,6 +1,6 @@
 """Handles on the publisher and the follower, for the processes that own them.
 
-Invariant: each ends with its owner, and when its owner closes it. What ended it is the last line of its log.
+Invariant: each ends with its owner, and when its owner closes it. The last line of its log is the reason of its end.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class WeightsPublisher(_Owned):
 
     @classmethod
     async def open(cls, grid: Grid, descriptor: int, host: str, port: int, log: Path) -> WeightsPublisher:
-        """Start a publisher of the versions in the memory of this descriptor that `tell` reports. Port 0: any. Raises
+        """Start a publisher of the versions that `tell` reports, in the memory of this descriptor. Port 0: any. Raises
         `WeightsProcessError`."""
         token = secrets.token_hex(16)
         publisher = await cls._start("publisher", PublishWeights(grid, descriptor, host, token, port=port), log)
@@ -91,7 +91,7 @@ class WeightsPublisher(_Owned):
         return publisher
 
     def tell(self, order: LoadWeights) -> None:
-        """Report a published version. One that is gone by the time that it is read is left out."""
+        """Report a published version. It is skipped if it is gone by the time that it is read."""
         self._say(msgspec.json.encode(order))
 
 
@@ -105,7 +105,7 @@ class WeightsFollower(_Owned):
         return await cls._start("follower", order, log)
 
     async def next(self) -> LoadWeights:
-        """The next version that is here whole, to be answered by `loaded`. Raises `WeightsProcessError`."""
+        """The next version that is whole here, to be answered by `loaded`. Raises `WeightsProcessError`."""
         while True:
             word = msgspec.json.decode(await self._read(), type=FollowerWord)
             if isinstance(word, LoadWeights):

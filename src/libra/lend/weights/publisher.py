@@ -1,10 +1,9 @@
 """A process that gives a node's published weights to others: `python -m libra.lend.weights.publisher`.
 
 Invariant: its owner never waits for it, and it ends with its owner. The owner writes one JSON line, the order, to its
-standard input, reads from its standard output where others may follow, and then reports each version as it is
-published: where it lies in the memory that the process inherited, in the message that engines get. One that is
-overtaken before it was begun is left out; one that is overwritten before it was read ends what could be followed so
-far, and the next begins anew.
+standard input, and reads the address for followers from its standard output. It then reports each published version
+with its place in the inherited memory, as in the message to engines. A version that is overtaken before the publisher
+begins it is skipped. One that is overwritten before it was read ends the lineage, and the next begins a new one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from libra.lend.weights.source import Source
 
 
 class PublishWeights(msgspec.Struct, frozen=True):
-    """Order to a publisher. `descriptor` is the memory in which a trainer publishes, as `WeightBuffer` has it, and the
+    """Order to a publisher. `descriptor` is the memory in which a trainer publishes, as in `WeightBuffer`, and the
     process inherits it."""
 
     grid: Grid
@@ -41,7 +40,7 @@ class PublishWeights(msgspec.Struct, frozen=True):
 
 
 async def publish(order: PublishWeights) -> None:
-    """Publish until the owner goes."""
+    """Publish until the owner ends."""
     grid, owner = order.grid, asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(owner), sys.stdin)
     memory = np.frombuffer(mmap.mmap(order.descriptor, BUFFERS * grid.size, access=mmap.ACCESS_READ), np.uint8)

@@ -1,8 +1,8 @@
 """Source of weights on a trainer's node: it gives others each publication as deltas from the one before.
 
-Invariant: nothing is called complete that is not what the trainer published, to its checksum. The source has a copy of
-its own of what it last gave away, so it never reads what a trainer may be about to overwrite: it is late, or it says
-that the publication is gone. Trainers do not wait for it.
+Invariant: a version is called complete only if it matches the trainer's checksum. The source keeps its own copy of its
+last publication, so it never relies on memory that a trainer may overwrite: it is late, or reports that the publication
+is gone. Trainers do not wait for it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Source:
             return Chunk(number, int(self.versions[number]), NOTHING, 0, int(self._sums[number]), content)
 
     async def publish(self, version: int, content: Vector, checksum: int | None = None) -> None:
-        """Give away what lies in the memory of all weights. `checksum` is the CRC-32 of all of them, for a source that
-        has all. Raises `WeightUpdateError` when the memory held something else, or was overwritten: what was given is
-        of no use then, and another source of another lineage has to begin."""
+        """Publish the memory of all weights. `checksum` is the CRC-32 of all of them, for a source that has all. Raises
+        `WeightUpdateError` when the memory held other weights, or was overwritten. The publication is then invalid, and
+        a source of another lineage has to begin."""
         loop, first, running = asyncio.get_running_loop(), self.versions[self._start] == NOTHING, 0
         ahead: deque[asyncio.Future[Chunk]] = deque()
         for number in range(self._start, self._stop + self._ahead):
@@ -68,7 +68,7 @@ class Source:
         self._feed.add(complete, pack(complete))
 
     def _take(self, version: int, number: int, content: Vector) -> Chunk:
-        """Copy a chunk that may change any moment; returns how it differs from what was there."""
+        """Copy a chunk that may change at any moment; returns its difference from the copy before."""
         held, new = self._held(number), self._feed.grid.numbers(content, number).copy()
         data = new.view(np.uint8).data
         before, base = int(self._sums[number]), int(self.versions[number])

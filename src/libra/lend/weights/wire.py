@@ -1,7 +1,7 @@
 """Wire format of weights: messages in frames of length and checksum.
 
-Invariant: a frame is taken whole and undamaged, or its connection is of no more use; nothing is unpickled. The sender
-says of each chunk what it was made from and what it leads to, so the receiver need not trust the path.
+Invariant: a frame arrives whole and undamaged, or its connection ends; nothing is unpickled. Each chunk carries the
+checksums of its base and of its result, so the receiver need not trust the path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Runs = list[tuple[Annotated[int, msgspec.Meta(ge=NOTHING, le=2**53)], Annotated
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One chunk of version `version`: a delta from version `base`, or all its bytes where that is `NOTHING`."""
+    """One chunk of version `version`: a delta from version `base`, or all its bytes if that is `NOTHING`."""
 
     number: int
     version: int
@@ -39,8 +39,8 @@ class Chunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A version is as it was published, in the chunks from `start` on, before `stop`. `checksum` is the CRC-32 of all
-    weights; None where this sender has only some."""
+    """A version is complete in the chunks from `start` on, before `stop`. `checksum` is the CRC-32 of all weights; None
+    if this sender has only some."""
 
     version: int
     start: int
@@ -49,7 +49,7 @@ class Complete(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nothing is new: all that there is has been sent, up to the end of this version."""
+    """Nothing is new: everything has been sent, up to the end of this version."""
 
     version: int
 
@@ -65,8 +65,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Lineage of the versions, and the chunks that can be had here, as (0 or 1, number of chunks). Versions of another
-    lineage are of no use, and their numbers do not tell them apart."""
+    """Lineage of the versions, and the chunks available here, as (0 or 1, number of chunks). Versions of another
+    lineage are unusable, though their numbers look alike."""
 
     lineage: str
     own: _Runs
@@ -84,7 +84,7 @@ S = TypeVar("S")
 
 
 class DamagedError(ConnectionError):
-    """A frame arrived damaged, or is not understood."""
+    """A frame arrived damaged, or has unknown content."""
 
 
 def pack(message: Sent) -> bytes:
@@ -94,8 +94,8 @@ def pack(message: Sent) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, silence: float, most: int = WEIGHTS.frame_bytes) -> tuple[Sent, bytes]:
-    """A message, and the frame of `most` bytes at most that it came in. Raises `TimeoutError` after `silence` seconds
-    without a byte, `DamagedError`, and other `OSError` when the other end is gone. A slow sender is waited for."""
+    """A message and its frame, of `most` bytes at most. Raises `TimeoutError` after `silence` seconds without a byte,
+    `DamagedError`, and other `OSError` when the other end is gone. A slow sender is waited for."""
     head = await _read(reader, _HEAD.size, silence)
     count, checksum, _ = _HEAD.unpack(head)
     if head != _head(count, checksum):

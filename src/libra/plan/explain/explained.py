@@ -79,10 +79,10 @@ def explain(
 ) -> Explanation:
     """Explain a solution of the problem by solving it again, with one thing changed at a time.
 
-    `larger[pool]` is the problem priced again with one more node in that pool; without it the node is added and the
-    menu stays, so that larger training layouts are missing. `staler` is the problem priced again with one more version
-    of staleness; without it prices stay as they are. A caller that can price other clusters gives `fewer_nodes` and
-    `smallest`, one that has the menu gives `lenders`. Raises ValueError if the solution's allocation does not fit the
+    `larger[pool]` is the problem priced again with one more node in that pool; without it the node is added to the same
+    menu, so larger training layouts are missing. `staler` is the problem priced again with one more version of
+    staleness; without it prices stay as they are. A caller that can price other clusters gives `fewer_nodes` and
+    `smallest`; one with the menu gives `lenders`. Raises ValueError if the solution's allocation does not fit the
     problem.
     """
     allocation, step = solution.allocation, price(problem, solution.allocation).step
