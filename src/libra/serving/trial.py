@@ -1,7 +1,7 @@
 """Simulation of a candidate at one rate of requests.
 
 Invariant: requests are the record's, in its order, and only the time between them is scaled, so candidates and rates
-are compared on one draw. A trial is stopped early only if it will miss an objective in any case.
+are compared on one draw. A trial is stopped early only if it is certain to miss an objective.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial. One that was stopped, or that would never end, has only `missed`."""
+    """Result of a trial. A stopped trial, or one that would never end, has only `missed`."""
 
     rate: float  # requests/s
     missed: str  # name of a missed objective, or the reason why all are missed; empty: none
@@ -58,7 +58,7 @@ class Trial:
 
 
 class _MissedError(Exception):
-    """More requests have missed an objective than are allowed to."""
+    """More requests have missed an objective than it allows."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -74,7 +74,7 @@ def trial(
     to_the_end: bool = False,
 ) -> Trial:
     """Simulate a candidate at `rate` requests/s. `requests` replace the question's, at the same rate. `routes` are the
-    policies for requests and for computed prompts, by default the least loaded. `to_the_end`: go on after a miss.
+    policies for requests and for computed prompts, by default the least loaded. `to_the_end`: continue after a miss.
     Raises `NoRoomError` if an engine cannot run, and ValueError if the rate is too low to simulate."""
     records = question.requests if requests is None else requests
     scale = rate / question.natural_rate
@@ -100,7 +100,7 @@ def trial(
 def latencies(
     question: SizingQuestion, candidate: ServingCandidate, requests: tuple[RecordedRequest, ...]
 ) -> dict[Metric, Array]:
-    """Seconds that requests take at their own times, by metric: TPOT of those with two tokens or more."""
+    """Seconds of requests at their own times, by metric; TPOT of those with two tokens or more."""
     cluster = _cluster(question, candidate, recorded_requests(requests))
     cluster.run()
     return _durations(cluster.requests)
@@ -130,7 +130,7 @@ def statistic(question: SizingQuestion, metric: Metric) -> Objective:
 
 
 class _Watched:
-    """A workload that stops the simulation as soon as an objective is missed for certain."""
+    """A workload that stops the simulation as soon as an objective is certainly missed."""
 
     def __init__(
         self, workload: Requests, objectives: tuple[Objective, ...], records: tuple[RecordedRequest, ...], lenient: bool
