@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alone = outcome if phase.mode == "alone" else alone
         rows += _rows(phase, outcome, alone, slo)
     print(f"{hardware}; {datetime.now(UTC):%Y-%m-%d}")
-    report(rows, None)
-    if options.json is not None:
-        facts = {"hardware": hardware, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-        lines = [json.dumps({**facts, **asdict(row)}) + "\n" for row in rows]
-        options.json.write_text("".join(lines), encoding="utf-8")
+    report(rows, options.json)
     return 0
 
 

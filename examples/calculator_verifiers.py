@@ -36,7 +36,9 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, urls: Any, data: Any, *_: Any, **__: Any
     ) -> ProgramResult:
         messages = [{"role": "user", "content": data.prompt}]
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=None) as client:
+        headers = {"Authorization": f"Bearer {secret}"}
+        # The endpoint is here and without TLS, whose certificates would take longer to read than the episode takes.
+        async with httpx.AsyncClient(headers=headers, timeout=None, verify=False) as client:
             for _ in range(CALCULATOR.max_turns):
                 body = {"model": ctx.model, "messages": messages}
                 answer = (await client.post(f"{endpoint}/chat/completions", json=body)).raise_for_status().json()

@@ -19,7 +19,7 @@ def test_a_case_is_met_within_its_bar(priced: float | None, error: float | None,
 
 def test_a_group_has_a_row_a_price_then_the_mean_and_the_refused() -> None:
     cases = [PublicCase("a", 100, 102, 0.1), PublicCase("b", 100, 90, 0.1), PublicCase("c", 100, None, 0.1, "why")]
-    rows = CaseGroup("KV", "tokens", cases, mean_bar=0.04).rows()
+    rows = list(CaseGroup("KV", "tokens", cases, mean_bar=0.04).rows())
     assert [(row.case, row.metric, row.met) for row in rows] == [
         ("KV: a", "error", True),
         ("KV: b", "error", True),

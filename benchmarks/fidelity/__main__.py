@@ -74,7 +74,7 @@ def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
     steps, unpriced = training_rows(folder, gpu or GPUS["H100"])  # training steps do not say which
     rows, told = [*engines, *steps], list(map(str, (*refused, *unpriced)))
     if not rows and not told:
-        there = "no file in it has facts, grid and cases" if folder.is_dir() else "there is no such folder"
+        there = "no file in it has facts and cases" if folder.is_dir() else "there is no such folder"
         told = [f"{folder}: {there}; give a folder of measured engines"]
     if told:
         print("\n".join(told), file=sys.stderr)

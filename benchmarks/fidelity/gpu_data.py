@@ -1,11 +1,10 @@
 """Engines that were measured on a GPU, as files: what they are, single batches on a grid, and whole workloads.
 
-Invariant: a grid's iterations hold nothing of a workload, and what failed is no iteration. A file that is not of this
-format is refused by its name and the field; keys that are not read are no error, and null is a key that is not there.
+Invariant: a grid's iterations hold nothing of a workload. A file that is not of this format is refused by its name and
+the field; keys that are not read are no error, and null is a key that is not there.
 
-A folder has, for each model, `MODEL.json` with `facts` (of the engine), `grid` (points) and `cases` (a row for each
-request of each workload), and where every iteration was kept `MODEL_steps.csv.gz`: its rows of the case `grid` tell
-more than the points do, what admissions take among it.
+A folder has, for each model, `MODEL.json` with `facts` (of the engine) and `cases` (a row for each request of each
+workload), and `MODEL_steps.csv.gz`, a row an iteration, of which those of the case `grid` are read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -125,43 +123,6 @@ class Facts(Part):
         return found
 
 
-class _Point(Part):
-    """Medians of alike iterations, of `us` microseconds each."""
-
-    kind: Literal["decode", "prefill", "prefills", "mixed"]
-    batch: PositiveInt = 0
-    ctx: NonNegativeInt = 0
-    tokens: PositiveInt = 0
-    parts: PositiveInt = 1
-    us: PositiveFloat = 0
-    n: PositiveInt = 1
-    samples: list[Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)]] = []
-
-    @model_validator(mode="after")
-    def _complete(self) -> _Point:
-        needed = {"decode": ("batch", "ctx", "us"), "mixed": ("batch", "ctx", "tokens", "samples")}
-        for key in needed.get(self.kind, ("tokens", "us")):
-            if key not in self.model_fields_set:
-                raise ValueError(f"a point of kind {self.kind} has no {key}; measure again")
-        return self
-
-    def iterations(self, block: int) -> Iterator[MeasuredIteration]:
-        if self.kind == "mixed":  # the rest of a prompt that was cut is no admission
-            cut = [(int(tokens), us, self.tokens - int(tokens)) for tokens, us in self.samples]
-            parts: list[tuple[tuple[tuple[int, int], ...], float, int]]
-            parts = [(((new, left if new < self.tokens / 2 else 0),), us, 1) for new, us, left in cut]
-        else:
-            chunks = () if self.kind == "decode" else ((self.tokens, self.ctx),) * self.parts
-            parts = [(chunks, self.us, self.n)]
-        decodes, held = (self.batch, self.ctx) if self.batch else (0, 0)
-        for chunks, us, times in parts:
-            cached = sum(before for _, before in chunks)
-            new = bool(chunks) and not (self.kind == "mixed" and cached)
-            admitted = (len(chunks), sum(tokens for tokens, _ in chunks) + cached, cached) if new else (0, 0, 0)
-            shared = max(0, decodes - 1) * (held // block * block)
-            yield MeasuredIteration(decodes, decodes * held, chunks, admitted, shared, us / 1e6, times)
-
-
 class CaseRequest(Part):
     """One request, as it was measured. Times are seconds from the beginning of the case."""
 
@@ -196,18 +157,15 @@ class EngineRun(Part):
     """An engine that ran, its grid, and the workloads that it served."""
 
     facts: Facts
-    grid: list[_Point]
     cases: dict[str, _Case]
-
-    @field_validator("grid", mode="before")
-    @classmethod
-    def _timed(cls, points: Any) -> Any:
-        return [it for it in points if not _failed(it)] if isinstance(points, list) else points
 
     @field_validator("cases", mode="before")
     @classmethod
     def _ended(cls, cases: Any) -> Any:
-        return {name: it for name, it in cases.items() if not _failed(it)} if isinstance(cases, dict) else cases
+        """Without those that failed."""
+        if not isinstance(cases, dict):
+            return cases
+        return {name: it for name, it in cases.items() if not (isinstance(it, dict) and it.get("error"))}
 
     @property
     def gpu(self) -> GPU:
@@ -218,10 +176,6 @@ class EngineRun(Part):
         return self.facts.config(
             max((it.prompt + it.out for case in self.cases.values() for it in case.requests), default=1)
         )
-
-
-def _failed(part: Any) -> bool:
-    return isinstance(part, dict) and bool(part.get("error"))
 
 
 def documents(folder: Path) -> Iterator[tuple[Path, Any]]:
@@ -244,18 +198,15 @@ def read_run(path: Path, document: Mapping[str, Any]) -> EngineRun:
 
 
 def read_grid(path: Path, run: EngineRun) -> tuple[tuple[MeasuredIteration, ...], tuple[float, float] | None]:
-    """Iterations of the grid from the rows of its steps, else from the points; and the seconds that an engine needs to
-    take in a request and a token of it, None where the grid does not show them. Raises `ConfigError`."""
-    steps, rows = path.with_name(f"{path.stem}_steps.csv.gz"), list[dict[str, str]]()
+    """Iterations of the grid of an engine's file, and the seconds that it needs to take in a request and a token of it,
+    None where the grid does not show them. Raises `ConfigError`."""
+    steps = path.with_name(f"{path.stem}_steps.csv.gz")
     try:
-        if steps.is_file():
-            with gzip.open(steps, "rt", encoding="utf-8") as file:
-                rows = [row for row in csv.DictReader(file) if row["case"] == "grid"]
-        if rows:
-            return _iterations(rows, run.config), _intake(rows)
+        with gzip.open(steps, "rt", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["case"] == "grid"]
+        return _iterations(rows, run.config), _intake(rows)
     except Exception as error:  # noqa: BLE001 - gzip, zlib, csv and what a row lacks
-        raise refusal(steps, f"cannot be read ({error!r}); measure again, or take it out of the folder") from None
-    return tuple(it for point in run.grid for it in point.iterations(run.facts.block_size)), None
+        raise refusal(steps, f"cannot be read ({error!r}); measure again") from None
 
 
 def _iterations(rows: Sequence[Mapping[str, str]], config: EngineConfig) -> tuple[MeasuredIteration, ...]:

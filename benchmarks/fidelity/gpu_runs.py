@@ -53,7 +53,7 @@ def gpu_rows(folder: Path, save: Path | None) -> tuple[list[Row], list[ConfigErr
     and the GPU of the first. Fits are kept in `save`."""
     rows, refused, gpus = list[Row](), list[ConfigError](), list[GPU]()
     for path, document in documents(folder):
-        if isinstance(document, dict) and len({"facts", "grid", "cases"} & set(document)) > 1:
+        if isinstance(document, dict) and {"facts", "cases"} <= set(document):
             try:
                 run = read_run(path, document)
                 fit, prices = _prices(path, run)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.soak.accounts import Check, Sizes, accounts, checked, weights
+from benchmarks.rows import Row
+from benchmarks.soak.accounts import Sizes, accounts, checked, weights
 from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.processes import Processes, shared_files, shared_memory, unused_shared_files
 from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
-from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth, recoveries, survival
+from benchmarks.soak.survival import LOOK_SECONDS, Ended, Seen, growth, recoveries, survival
 from benchmarks.soak.written import Segments, Tail, read_rows
 from libra.config.run import load_config
 
@@ -37,19 +39,13 @@ class SoakError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Soaked:
-    checks: tuple[Check, ...]
-    recoveries: tuple[Recovery, ...]
+    rows: tuple[Row, ...]
     struck: tuple[Struck, ...]
-    passed: int  # faults that found no target
-    moves: int  # changes of role or shape that were made
-    steps: int
     sessions: int
-    processes: int
-    seconds: float
 
     @property
     def held(self) -> bool:
-        return all(check.held for check in self.checks)
+        return all(row.met is not False for row in self.rows)
 
 
 class Soak:
@@ -84,17 +80,21 @@ class Soak:
             if self._session is not None:
                 self._session.kill()
         self._say(f"shared memory of this machine: {(shared_memory() - memory) / 2**20:+.0f} MiB since the start")
-        return Soaked(
-            tuple(self._checks(storm, steps, files)),
-            tuple(recoveries(storm.struck, self._seen)),
-            tuple(storm.struck),
-            storm.passed,
-            sum(entry.row["kind"] == "done" for entry in self._seen),
-            steps,
-            len(self._ends),
-            self._processes.count,
-            time.monotonic() - began,
+        counted = {
+            "steps": steps,
+            "sessions": len(self._ends),
+            "moves": sum(entry.row["kind"] == "done" for entry in self._seen),
+            "processes": self._processes.count,
+            "faults that found nobody to strike": storm.passed,
+            **Counter(f"fault: {entry.kind}" for entry in storm.struck),
+            "seconds": round(time.monotonic() - began),
+        }
+        rows = (
+            *self._checks(storm, steps, files),
+            *recoveries(storm.struck, self._seen),
+            *(Row("the soak", what, count, "") for what, count in counted.items()),
         )
+        return Soaked(rows, tuple(storm.struck), len(self._ends))
 
     def _start(self, *options: str) -> Session:
         command = [str(self._config), "--directory", str(self._directory), *options]
@@ -173,7 +173,7 @@ class Soak:
         self._say(f"session {ended.session} ended with {status} after {ended.seconds:.0f} s")
         return ended
 
-    def _checks(self, storm: Storm, steps: int, files: set[str]) -> Iterator[Check]:
+    def _checks(self, storm: Storm, steps: int, files: set[str]) -> Iterator[Row]:
         config = load_config(self._config).training
         sizes = Sizes(steps, config.prompts_per_step, config.samples_per_prompt, config.max_staleness)
         yield from survival(self._ends, storm.struck, self._seen)

@@ -35,7 +35,7 @@ def test_each_way_of_sharing_is_measured_with_two_live_engines(tmp_path: Path) -
     assert ("serve first", "lent") in value and ("alone", "rollout") not in value
     assert value["alone", "requests"] == value["gate", "requests"] > 0
     assert value["gate", "wait for the token, largest"] > 0
-    assert all(row["date"] and "core" in row["hardware"] for row in rows)
+    assert "one of " in run.stdout  # its cores
 
 
 def test_where_there_is_no_gpu_it_says_so() -> None:

@@ -68,37 +68,19 @@ def test_an_open_loop_keeps_its_arrivals() -> None:
 
 
 def document() -> dict[str, Any]:
-    """An engine whose decodes take 8 ms and 10 us a request, and chunks 12 ms, or 30 beyond the graphs."""
     facts = {"model": "qwen3-8b", "gpu": "NVIDIA H100 80GB HBM3", "torch": "2", "vllm": "0", "async_scheduling": False}
     facts |= {"cudagraph_mode": "FULL_AND_PIECEWISE", "capture_sizes": list(capture_sizes(256, 2048))}
     facts |= {"max_num_batched_tokens": 2048, "max_num_seqs": 256, "chunked_prefill": True}
     facts |= {"num_gpu_blocks": 20_000, "block_size": 16}
-    grid: list[dict[str, Any]] = [
-        {"kind": "decode", "batch": batch, "ctx": 256, "us": 8000 + 10 * batch, "n": 33} for batch in range(1, 40, 2)
-    ]
-    grid += [{"kind": "prefill", "tokens": n, "ctx": 0, "us": 12e3, "n": 4} for n in (16, 64, 256)]
-    grid += [{"kind": "prefills", "parts": 4, "tokens": 256, "us": 30e3, "n": 4}]
-    grid += [{"kind": "mixed", "batch": 8, "ctx": 256, "tokens": 2048, "samples": [[1920, 50e3], [128, 15e3]]}]
     rows = [
         {"arrival": i / 9, "first": i / 9 + 0.02, "end": i / 9 + 1, "prompt": 64, "out": 90, "cached": 0}
         for i in range(20)
     ]
-    return {"facts": facts, "grid": grid, "cases": {"open": {"requests": rows}}}
+    return {"facts": facts, "cases": {"open": {"requests": rows}}}
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
-    run = read_run(tmp_path / "engine.json", document())
-    assert (run.gpu.name, run.facts.model) == ("H100", "qwen3-8b")
-    assert (run.config.kv_blocks, run.config.max_num_seqs) == (19_999, 256)
-    grid, intake = read_grid(tmp_path / "engine.json", run)
-    assert intake is None
-    decode, rest, chunk = grid[1], grid[-1], grid[-2]
-    assert (decode.decodes, decode.context, decode.shared) == (3, 768, 512)
-    assert (chunk.chunks, chunk.admitted) == (((1920, 0),), (1, 1920, 0))
-    assert (rest.chunks, rest.admitted) == (((128, 1920),), (0, 0, 0))
-
-
-def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
+def write_steps(path: Path) -> int:
+    """Iterations of a grid, and one of another case; returns how many the grid has."""
     names = "case start_s us decodes decode_ctx prefills prefill_tokens prefill_ctx preempted waiting running sched_us"
     rows, at = [], 1.0
 
@@ -109,7 +91,7 @@ def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
         at += us / 1e6
 
     for held in (512, 4096):
-        for batch in (1, 2, 4, 8):
+        for batch in (1, 2, 4, 8, 16):
             at += 0.1 * held / 512 + batch * (2e-4 + 3e-7 * (held + 16))  # a prompt is made; requests are taken in
             step(12_000 + 400 * batch, 0, 0, batch, 16 * batch, held)
             for turn in range(3):
@@ -117,15 +99,22 @@ def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
     step(50_000, 1, 600, 1, 2047, 0)
     step(14_000, 1, 601, 1, 100, 2047)
     rows.append(["other", at, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0])
-    with gzip.open(tmp_path / "engine_steps.csv.gz", "wt") as file:
+    with gzip.open(path, "wt") as file:
         csv.writer(file).writerows([names.split(), *rows])
-    path = tmp_path / "engine.json"
-    grid, intake = read_grid(path, read_run(path, document()))
+    return len(rows) - 1
+
+
+def test_a_file_is_read_with_its_grid(tmp_path: Path) -> None:
+    run = read_run(tmp_path / "engine.json", document())
+    assert (run.gpu.name, run.facts.model) == ("H100", "qwen3-8b")
+    assert (run.config.kv_blocks, run.config.max_num_seqs) == (19_999, 256)
+    count = write_steps(tmp_path / "engine_steps.csv.gz")
+    grid, intake = read_grid(tmp_path / "engine.json", run)
     assert intake == pytest.approx((2e-4, 3e-7), rel=0.05)
     admitted = [it for it in grid if it.chunks]
     assert admitted[0].chunks == ((16, 512),) and admitted[0].admitted == (1, 528, 512)
     assert admitted[-1].chunks == ((100, 2047),) and admitted[-1].admitted == (0, 0, 0)
-    assert sum(it.times for it in grid) == len(rows) - 1
+    assert sum(it.times for it in grid) == count
 
 
 @pytest.mark.parametrize(
@@ -139,10 +128,6 @@ def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
         ({"facts": {"pipeline_parallel_size": 2}}, "facts.pipeline_parallel_size: "),
         ({"facts": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, "facts.cudagraph_mode: FULL_DECODE_ONLY is not priced"),
         ({"facts": {"max_model_len": 100}}, "facts.max_model_len is 100, and a request of 154 tokens was served"),
-        ({"grid": [{"kind": "odd"}]}, r"grid.0.kind: "),
-        ({"grid": [{"kind": "decode", "batch": 1, "ctx": 9}]}, r"grid.0: a point of kind decode has no us"),
-        ({"grid": [{"kind": "prefill", "tokens": 9, "us": float("nan")}]}, r"grid.0.us: "),
-        ({"grid": 7}, "grid: "),
         ({"cases": {"none": {"requests": []}}}, "cases.none.requests: give 1 or more"),
         ({"cases": {"cut": {"requests": [{"arrival": 3, "first": 2, "end": 4, "prompt": 1, "out": 1}]}}}, "first is 2"),
     ],
@@ -158,9 +143,9 @@ def test_a_file_of_another_format_is_refused(change: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "no file in it has facts, grid and cases"),
+        ({}, "no file in it has facts and cases"),
         ({"engine.json": "{"}, "engine.json: not JSON"),
-        ({"engine.json": json.dumps({**document(), "grid": []})}, "engine.json: 0 iterations are too few"),
+        ({"engine.json": json.dumps(document())}, "engine_steps.csv.gz: cannot be read"),
     ],
 )
 def test_a_folder_that_cannot_be_predicted_is_refused(
@@ -174,7 +159,8 @@ def test_a_folder_that_cannot_be_predicted_is_refused(
 
 def test_what_cannot_be_read_takes_no_other_engine_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = document()
-    made["cases"]["long"] = made["grid"][3]["error"] = {"error": "out of memory"}  # what failed is left out
+    made["cases"]["long"] = {"error": "out of memory"}  # what failed is left out
+    write_steps(tmp_path / "engine_steps.csv.gz")
     (tmp_path / "engine.json").write_text(json.dumps(made))
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "torn.json").write_text(json.dumps(document()))

@@ -120,6 +120,7 @@ class ShapeConfig(Section):
     max_num_batched_tokens: PositiveInt | None = None  # of one iteration; None: vLLM's default
     graphs: bool = True  # on GPUs: iterations are compiled and captured as CUDA graphs
     asynchronous: bool = True  # on GPUs: an iteration is scheduled while the one before is computed
+    sleeps: bool = True  # on GPUs: in a slot that changes sides, its process stays and gives its memory to the trainer
 
 
 LENT = "lent"  # the shape, in buckets, of engines on devices that serve users

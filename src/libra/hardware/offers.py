@@ -32,7 +32,7 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
     dollars for an hour of one GPU, by name; they replace those of the file. Raises ValueError.
     """
     clusters: list[Cluster] = []
-    notes: list[str] = []
+    notes = [f"{pool.name} serves: no offer has it, nor what it lends" for pool in file.serving] if file else []
     of_gpu = {name.casefold(): cost for name, cost in costs.items()}
     for part in text.split(","):
         match = _OFFER.fullmatch(part)

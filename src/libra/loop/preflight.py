@@ -32,7 +32,7 @@ from libra.config.run import (
     StartConfig,
     TrainingConfig,
 )
-from libra.cost.engine_memory import held_bytes
+from libra.cost.engine_memory import context_bytes, held_bytes
 from libra.cost.quantization import AS_STORED
 from libra.cost.train_memory import CONTEXT as TRAINER_CONTEXT
 from libra.environments.protocol import Environment
@@ -141,6 +141,7 @@ def _check_model_directory(directory: Path | None) -> None:
             raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
+    _model_config(directory)
 
 
 def _check_memory(
@@ -211,6 +212,8 @@ def _check_gpus(config: RunConfig) -> None:
     room = cluster.share * min(gpu.memory for gpu in inventory())
     parts = cluster.replica_gpus if training.sharding == "fsdp2" else 1
     needs = {"a training replica": TRAINED_BYTES * model.parameters / parts + TRAINER_CONTEXT}
+    if cluster.hybrid and any(shape.sleeps for shape in config.engines.values()):  # an engine sleeps beside it
+        needs["a training replica"] += context_bytes(cluster.engine_gpus)
     for name, shape in config.engines.items():
         budget = shape.max_num_batched_tokens or shape.max_model_len
         held = held_bytes(model, cluster.engine_gpus, batched_tokens=budget, seqs=shape.max_num_seqs)

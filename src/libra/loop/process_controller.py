@@ -1,8 +1,8 @@
 """The worker processes of a run: starts, frees and ends them, and keeps engines on the current weights.
 
-Invariant: a slot has one process, and the next one only when the last is gone. Work is never lost: when an engine
-changes role or is lost, its turns continue on others after their last token. An engine in service holds the current
-weights, or is about to load them.
+Invariant: a slot has one process that computes, and the next one only when the last is gone or sleeps. Work is never
+lost: when an engine changes role or is lost, its turns continue on others after their last token. An engine in service
+holds the current weights, or is about to load them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsP
 from libra.exec.pool import WorkerPool
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.fleet import PublishedWeights, RunObserver, ServingEngine, ServingFleet
+from libra.loop.sleeping import SleepingEngines
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
@@ -87,7 +88,8 @@ class SlotProcesses:
         self._layout: Ready
         self._published: PublishedWeights
         self._trainers: Trainer | None = None
-        self._handles: dict[str, Handle] = {}  # the latest of every worker
+        self._handles: dict[str, Handle] = {}  # the latest of every worker, but for engines that sleep
+        self._sleeping = SleepingEngines(self.launcher)
 
     @property
     def trainers(self) -> Trainer:
@@ -128,7 +130,11 @@ class SlotProcesses:
         engine = instance.handle
         await engine.drained(_GRACE_SECONDS)
         await engine.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
-        await engine.stop()
+        if isinstance(engine, EngineHandle) and self._sleeps(engine.link, instance.shape):
+            await self._sleeping.lay(engine, instance.shape)
+            del self._handles[worker]
+        else:
+            await engine.stop()
 
     async def start(self, worker: str, duty: Duty) -> None:
         if duty.shape is None:
@@ -184,13 +190,22 @@ class SlotProcesses:
 
     async def stop(self) -> None:
         """End all in order; the launcher kills those that do not end."""
-        await asyncio.gather(*(handle.stop() for handle in self._handles.values()))
+        await asyncio.gather(self._sleeping.stop(), *(handle.stop() for handle in self._handles.values()))
 
-    async def _spawn(self, name: str) -> WorkerLink:
+    def _sleeps(self, link: WorkerLink, shape: str) -> bool:
+        """Whether an engine of this shape stays in its slot while that trains."""
+        changes_sides = Role.TRAIN in self.pool[link.name].allowed
+        return changes_sides and link.device != CPU and self.settings.engines[shape].sleeps
+
+    async def _vacated(self, name: str) -> None:
+        """Wait until nothing of the worker's latest process is left."""
         before = self._handles.get(name)
         if before is not None:
             await self.launcher.gone(before.link)
             del self._handles[name]  # not before that: the next start here has to wait for it too
+
+    async def _spawn(self, name: str) -> WorkerLink:
+        await self._vacated(name)
         try:
             link = await self.launcher.spawn(name, self.pool[name].slot)
         except ForkError as error:
@@ -238,9 +253,36 @@ class SlotProcesses:
             self.lenders.begin(RunWeights(self._layout.layout, self._layout.buffer_bytes, current))
 
     async def _start_engine(self, name: str, shape: str) -> None:
+        await self._vacated(name)
+        handle = await self._woken(name, shape) or await self._new_engine(name, shape)
+        size = self.settings.engines[shape]
+        async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
+            while handle.version != self._published.current.version:  # another may be published meanwhile
+                await self._published.load(handle)
+            self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
+
+    async def _woken(self, name: str, shape: str) -> EngineHandle | None:
+        """The engine of this shape that slept in the slot; None: there is none, or it could not wake."""
+        handle = await self._sleeping.of(name, shape)
+        if handle is None:
+            return None
+        self._handles[name] = handle  # so that `end` finds it
+        if await self._sleeping.wake(handle):
+            return handle
+        self.launcher.kill(handle.link)
+        if self.pool[name].role is Role.FAILED:
+            raise WorkerLostError(f"worker {name} was given up while its engine woke")
+        return None
+
+    async def _new_engine(self, name: str, shape: str) -> EngineHandle:
         size = self.settings.engines[shape]
         loan = self.settings.loans.get(name)
-        handle = EngineHandle(await self._spawn(name), self.lost, None if loan is None else self._recalled)
+
+        def lost(name: str, why: str) -> None:
+            if not self._sleeping.has(handle):
+                self.lost(name, why)
+
+        handle = EngineHandle(await self._spawn(name), lost, None if loan is None else self._recalled)
         self._handles[name] = handle
         device = handle.link.device
         gpus = max(1, len(device.gpus))
@@ -267,12 +309,10 @@ class SlotProcesses:
                 max_num_batched_tokens=size.max_num_batched_tokens,
                 graphs=size.graphs and device != CPU,
                 asynchronous=size.asynchronous and device != CPU and loan is None,
+                sleeps=self._sleeps(handle.link, shape),
             )
         )
-        async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
-            while handle.version != self._published.current.version:  # another may be published meanwhile
-                await self._published.load(handle)
-            self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
+        return handle
 
     async def _borrow_engine(self, name: str, shape: str) -> None:
         """Start an engine on an agent's device. It serves once weights have arrived; no caller waits for that."""

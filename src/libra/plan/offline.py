@@ -99,8 +99,8 @@ def gather_workload(
     """Read a log once, for a cluster. Weights of trajectories halve every `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
     Unfinished trajectories count as lower bounds of their length. A tool return of unknown duration takes the recipe's
-    seconds; longer ones are cut to `longest_tool_call` seconds. The latest finished trajectories are kept: their number
-    is such that their mean age equals the tracker's weighted mean age of all.
+    seconds; longer ones are cut to `longest_tool_call` seconds. The latest finished trajectories are kept, up to the
+    number whose mean age equals the tracker's weighted mean age of all.
     """
     tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
     recent: deque[Trajectory] = deque(maxlen=math.ceil(2 * tracker.half_life / math.log(2)))

@@ -1,8 +1,8 @@
 """The records of a run, one frozen value per JSON line.
 
-Invariant: a written record is read back as the same value, and nothing else can be read: an unknown key, a wrong type
-or a number that is not finite is refused with the file, the line and the field. Times are seconds; moments count from
-the start of the RL loop. Lengths are tokens.
+Invariant: a written record is read back as the same value, and nothing else can be read: an unknown key, a wrong type,
+a number that is not finite or an integer beyond 64 bits is refused with the file, the line and the field. Times are
+seconds, counted from the start of the RL loop where they name a moment; lengths are tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from libra.records.causes import Cause
 
 Style = TypeVar("Style")
 R = TypeVar("R", bound="Record")
+
+_LARGEST = 2**63 - 1
 
 
 def role_of(label: str) -> Role:
@@ -322,9 +324,21 @@ def _adapter(kind: type[Record]) -> TypeAdapter[Any]:
 
 def _require_finite(record: Any) -> None:
     for it in fields(record):
-        value = getattr(record, it.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{it.name} is {value}: a record holds finite numbers only")
+        for value in _numbers(getattr(record, it.name)):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{it.name} is {value}: a record holds finite numbers only")
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise ValueError(f"{it.name} has {len(str(value))} digits: a record holds integers of 64 bits")
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """All numbers of a field; nested records have checked their own."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (number for it in value.values() for number in _numbers(it))
+    elif isinstance(value, tuple | list):
+        yield from (number for it in value for number in _numbers(it))
 
 
 def parse_record(kind: type[R], text: str | bytes, where: str) -> R:

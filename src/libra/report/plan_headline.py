@@ -32,8 +32,16 @@ SURPRISE = 0.10  # relative difference of simulated and predicted step that is s
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Split, step, tokens a second, cost, training and memory of the plan, a sentence each."""
-    return (_split(plan), _step(plan), _pace(plan), *_cost(plan), *_training(plan), *_memory(plan))
+    """Split, step, tokens a second, cost, training, memory and engines on several nodes, a sentence each."""
+    return (
+        _split(plan),
+        _step(plan),
+        _pace(plan),
+        *_cost(plan),
+        *_training(plan),
+        *_memory(plan),
+        *_several_nodes(plan),
+    )
 
 
 def job_sentence(plan: Plan, steps: int) -> str:
@@ -187,3 +195,13 @@ def _memory(plan: Plan) -> tuple[str, ...]:
         for it in device_memory(plan)
     ]
     return (f"Memory of a GPU: {'; '.join(words)}.",) if words else ()
+
+
+def _several_nodes(plan: Plan) -> tuple[str, ...]:
+    """A sentence for each size of engines that no node holds."""
+    sizes = {it.name: len(it.nodes) for it in plan.placement if it.role != "train" and len(it.nodes) > 1}
+    return tuple(
+        f"An engine of {printable(name)} is on {count} nodes: its all-reduces cross the network, for which no run was"
+        " measured."
+        for name, count in sizes.items()
+    )

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from libra.serving.candidate import ServingCandidate
 from libra.serving.holding import Check, Held
 from libra.serving.ladder import HIGHEST, rate_of
-from libra.serving.objective import Metric
 from libra.serving.question import BRIEF, LASTING, SizingQuestion
-from libra.serving.trial import Trial, statistic
+from libra.serving.trial import Trial
+from libra.serving.verdict import tenths
 
 _BUSY = 0.8  # share of its bandwidth from which a network is mentioned
 
@@ -214,16 +214,6 @@ def point_of(question: SizingQuestion, candidate: ServingCandidate, bound: float
     return Point(
         candidate, question.cost(candidate), bound, one, why, tenths(question, one.ttft, one.tpot), held.checks
     )
-
-
-def tenths(question: SizingQuestion, ttft: float, tpot: float) -> tuple[int, int]:
-    """TTFT and TPOT in tenths of their limits, rounded up and 10 at most; 0 without a limit."""
-
-    def of(metric: Metric, seconds: float) -> int:
-        its = statistic(question, metric)
-        return min(ceil(10 * seconds / its.limit), 10) if its in question.objectives else 0
-
-    return of("ttft", ttft), of("tpot", tpot)
 
 
 def rival(least: tuple[int, int], kept: Sequence[Point]) -> Point | None:

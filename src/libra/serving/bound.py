@@ -24,7 +24,7 @@ from libra.serving.objective import Metric, Objective
 from libra.serving.priced_work import PricedWork
 from libra.serving.question import SizingQuestion
 from libra.serving.request_work import RequestWork, WorkDeadline, deadlines
-from libra.serving.trial import SHOWN, statistic
+from libra.serving.verdict import SHOWN, statistic
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.speculative import Speculative
 

@@ -22,6 +22,7 @@ from libra.sim.workload.requests import RecordedRequest
 # Standard deviation of the mean lengths of 300 requests, as shares: `python -m benchmarks.search --only windows`
 # measures it over the hour of Azure's trace of conversations (2023).
 PROMPT_DRIFT, ANSWER_DRIFT = 0.18, 0.25
+PROMPTS, ANSWERS = "longer prompts", "longer answers"  # names of draws
 _DEVIATIONS = 2.0
 _PARTS = 8  # of a record, between which its own drift is measured
 _PRIOR = 1000  # weight of the trace's drift, in requests
@@ -46,7 +47,7 @@ def draws(record: tuple[RecordedRequest, ...]) -> tuple[Draw, ...]:
 def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
     prompts = np.array([it.prompt_tokens for it in record], dtype=float)
     answers = np.array([it.output_tokens for it in record], dtype=float)
-    for name, lengths, drift in (("longer prompts", prompts, PROMPT_DRIFT), ("longer answers", answers, ANSWER_DRIFT)):
+    for name, lengths, drift in ((PROMPTS, prompts, PROMPT_DRIFT), (ANSWERS, answers, ANSWER_DRIFT)):
         weights = _weights(lengths, 1 + _DEVIATIONS * drift_of(lengths, drift))
         if len(set(lengths)) > 1:
             most = _MOST if record[:_MOST][-1].arrival > record[0].arrival else len(record)

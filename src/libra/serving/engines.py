@@ -211,7 +211,7 @@ def _stages(gpu: GPU, model: ModelSpec, tp: int, ffn: int, source: str) -> Stage
     try:
         return stage_tables(gpu, model, tp, ffn)
     except NoTablesError as error:
-        raise NoRoomError(str(error)) from None
+        raise NoRoomError(error.asked) from None
 
 
 def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:

@@ -15,7 +15,8 @@ from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.serving.objective import Metric
 from libra.serving.question import SizingQuestion
 from libra.serving.request_work import RequestWork
-from libra.serving.trial import latencies, statistic
+from libra.serving.trial import latencies
+from libra.serving.verdict import statistic
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
 

@@ -55,6 +55,7 @@ class StartEngine(Message, frozen=True):
     max_num_batched_tokens: int | None = None  # None: vLLM's default
     graphs: bool = False  # capture iterations as CUDA graphs
     asynchronous: bool = False  # schedule an iteration while the one before is computed
+    sleeps: bool = False  # it may be told to give its memory up, see `Sleep`
 
 
 class WeightsPlace(msgspec.Struct, frozen=True):
@@ -133,6 +134,14 @@ class Interrupt(Message, frozen=True):
     """Stop a turn now. Its last piece and its end are reported like those of any other."""
 
     id: str
+
+
+class Sleep(Message, frozen=True):
+    """Give up the memory of weights and KV; answered by `Acknowledged`. The engine has no turns to make."""
+
+
+class Wake(Message, frozen=True):
+    """Take the memory again; answered by `Acknowledged`. Weights come before the next turn."""
 
 
 class Save(Message, frozen=True):
@@ -249,11 +258,13 @@ class HandoverMeasured(Message, frozen=True):
 EngineOrder = (
     StartEngine
     | StartServer
+    | Wake
     | Borrow
     | ExpectWeights
     | Generate
     | Interrupt
     | Save
+    | Sleep
     | LoadWeights
     | MeasureEngine
     | MeasureHandover

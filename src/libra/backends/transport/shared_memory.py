@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +74,34 @@ _SEALED = 0x11B5EA1ED  # no number that weights of an earlier layout have left t
 _SEAL = np.dtype([("sealed", "<i8"), ("checksum", "<i8")])
 
 
+_CHUNK = 1 << 21  # words that are hashed at once: 16 MiB, and as much for the products
+_MULTIPLIER = 6364136223846793005  # of Knuth's generator (MMIX): modulo 2^64 it goes through all numbers
+
+
 def device_hash(tensor: torch.Tensor) -> int:
     """A hash of 64 bits of a tensor, computed on its device: equal for equal bits."""
     import torch
 
     flat = tensor.contiguous().view(-1)
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    width = 8 if flat.nbytes % 8 == 0 else flat.element_size()
-    # An XOR of words of 64 bits where it can be: of narrower ones it would have as few bits.
-    return int(torch.hash_tensor(flat.view(words[width])).view(torch.int64)) & (2**64 - 1)
+    types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = flat.view(types[8 if flat.nbytes % 8 == 0 else flat.element_size()])
+    # Each word by a factor of its place, modulo 2^64. `torch.hash_tensor` is an XOR: the same for words that change
+    # places, and for an even number of words that change alike.
+    factors = _factors(tensor.device)
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in words.split(_CHUNK):
+        found = found * _MULTIPLIER + (chunk * factors[: len(chunk)]).sum()
+    return int(found) & (2**64 - 1)
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern, the same on every device."""
+    import torch
+
+    mixed = torch.arange(1, _CHUNK + 1, device=device) * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
+    return (mixed ^ (mixed >> 32)) | 1
 
 
 def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> tuple[tuple[Tensor, ...], int]:

@@ -13,6 +13,7 @@ from libra.backends.transport.engine_messages import StartEngine
 from libra.cost.engine_memory import BLOCK_TOKENS
 
 Made = TypeVar("Made")
+_FREE = 0.9  # of an engine's share
 
 
 def engine_arguments(start: StartEngine) -> dict[str, Any]:
@@ -35,11 +36,14 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
     }
     if start.max_num_batched_tokens is not None:
         found["max_num_batched_tokens"] = start.max_num_batched_tokens
+    if start.sleeps:
+        found["enable_sleep_mode"] = True
     if start.gpus > 1:
         found["tensor_parallel_size"] = start.gpus
     if start.device == "cuda":
-        # vLLM asks for this share of the card to be free, even where the bytes of its KV are given.
-        found["gpu_memory_utilization"] = start.memory
+        # vLLM asks for this share of the card to be free, even where the bytes of its KV are given, and all of it never
+        # is: contexts, its own included, take some.
+        found["gpu_memory_utilization"] = _FREE * start.memory
         if start.layout and start.loan is None:
             found["load_format"] = "dummy"  # weights come from the trainer before the first turn
     return found

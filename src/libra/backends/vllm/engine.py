@@ -167,6 +167,17 @@ class VllmEngine:
         """Finish the iterations in flight: their results are of the version before the next `load`."""
         return drained(self._engine.engine_core.engine_core, self.step)
 
+    def sleep(self) -> None:
+        """Give up the memory of weights and KV. No turn may be under way."""
+        if self._turns or self.busy:
+            raise RuntimeError("turns are under way, which would be lost")
+        self._engine.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take the memory again, which holds nothing: `load` comes next."""
+        self._engine.wake_up()
+        self.version = -1
+
     def load(self, order: LoadWeights) -> None:
         """Load a new version between two iterations, with none in flight. On `WeightUpdateError` the old one stays: the
         check precedes vLLM's reload, which first empties the layers."""

@@ -20,7 +20,9 @@ from libra.backends.transport.engine_messages import (
     MeasureEngine,
     MeasureHandover,
     Save,
+    Sleep,
     StartEngine,
+    Wake,
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateError
@@ -93,6 +95,14 @@ class _EngineWorker:
                 self._load(message, began)
             case Save():
                 engine.give(message)
+            case Sleep():
+                for sampled in engine.drained():
+                    self._report.iteration(sampled, engine.version)
+                engine.sleep()
+                channel.send(Acknowledged())
+            case Wake():
+                engine.wake()
+                channel.send(Acknowledged())
             case MeasureEngine() | MeasureHandover() if self._lent is not None:
                 raise ValueError("an engine on a device that is lent is not measured: serving would wait for it")
             case MeasureEngine():

@@ -79,7 +79,7 @@ def _experts(gpu: GPU, model: ModelSpec, tp: int, ep: int, quantization: Quantiz
     experts = model.experts
     assert experts is not None
     if not experts.gated or experts.latent:
-        raise NoTablesError(f"{model.name} has experts that the tables are not sampled for; use a roofline")
+        raise NoTablesError(f"{model.name} has experts that the tables are not sampled for")
     shape = (model.hidden, experts.intermediate, experts.active, experts.count, tp, ep)
     mode = MoEQuantMode[table_modes(gpu, quantization, model).get("moe_quant_mode", "bfloat16")]
     return MoE("experts", 1.0, *shape, mode, routing, 1)
@@ -126,8 +126,7 @@ def _operator(gpu: GPU, model: ModelSpec, operator: Any, tokens: int) -> float:
             )
         except PerfDataNotAvailableError as error:
             raise NoTablesError(
-                f"the tables for {gpu.name} lack {operator._name} of {model.name}; use a roofline"
-                f" ({str(error).partition(' at /')[0]})"
+                f"the tables for {gpu.name} lack {operator._name} of {model.name} ({str(error).partition(' at /')[0]})"
             ) from None
     (_, milliseconds, *_), *_ = told
     return float(milliseconds) / 1e3

@@ -94,7 +94,7 @@ def _stages(
             return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, quantization=quantization)
         except NoTablesError as error:
             if source == "tables":
-                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
+                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error.asked}") from None
             note(f"{nodes.name}: times of attention and FFN are the roofline's: {error}")
     calibration = calibration_of(nodes, source, note)
     return stage_roofline(
@@ -124,7 +124,7 @@ def _profile(
             return _tables(nodes, model, recipe)
         except NoTablesError as error:
             if source == "tables":
-                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
+                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error.asked}") from None
             note(f"{nodes.name}: engine times are the roofline's: {error}")
     return node_roofline(nodes, model, recipe, calibration_of(nodes, source, note))
 
@@ -166,7 +166,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     quantization = rollout_quantization(recipe)
     degrees = engine_degrees(model, nodes, recipe)
     if degrees and degrees[-1] > nodes.gpus:
-        raise NoTablesError(f"no node holds {model.name}, and kernel tables end at a node; use a roofline")
+        raise NoTablesError(f"no node holds {model.name}, and kernel tables end at a node")
     try:
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:

@@ -40,6 +40,7 @@ from libra.plan.options.menu import (
     most_buckets,
     reach,
 )
+from libra.plan.options.nearest import remedies
 from libra.plan.options.pairs import pair_options
 from libra.plan.options.restriction import restricted, restriction_words
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
@@ -190,7 +191,7 @@ class ClusterRequest:
             training += menu.options
             layouts.update(menu.chosen)
         if not training:
-            nothing = _nothing_trains(model, self.rejected_layouts())
+            nothing = _nothing_trains(self)
             raise InfeasiblePlanError("; ".join(it for it in (nothing, restriction_words(recipe.carried_by)) if it))
         if not engines:
             raise InfeasiblePlanError(_nothing_generates(self, rejected_engines))
@@ -334,10 +335,10 @@ def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[Tr
     return any(engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in degrees)
 
 
-def _nothing_trains(model: ModelSpec, rejected: Sequence[Rejected]) -> str:
-    too_large = [each for each in rejected if each.kind == "does not fit"]
-    nearest = (too_large or rejected)[-1]
-    return (
-        f"no layout trains {model.name} on any class of nodes: {len(too_large):,} do not fit; {nearest.name}:"
-        f" {nearest.reason}: add nodes, or lower max_length or what the optimiser keeps"
-    )
+def _nothing_trains(request: ClusterRequest) -> str:
+    """The error text: how many layouts do not fit, and the nearest requests with one that does."""
+    model, cluster, recipe = request.model, request.cluster, request.recipe
+    too_large = sum(each.kind == "does not fit" for each in request.rejected_layouts())
+    nearest = ", or ".join(remedies(model, cluster, recipe, request.classes))
+    remedy = f"one would with {nearest}" if nearest else "lower max_length, or give GPUs with more memory"
+    return f"no layout trains {model.name} on any class of nodes, {too_large:,} do not fit: {remedy}"

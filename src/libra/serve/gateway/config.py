@@ -133,6 +133,9 @@ class GatewayConfig(Section):
     turn_timeout_seconds: _Seconds = 3600.0  # of silence about one turn that end it
     max_attempts: _Count = 5  # engines that may fail a turn before it is refused
     control: Annotated[bool, Field(strict=True)] = True  # pass control requests of trainers on to all engines
+    shared: Annotated[bool, Field(strict=True)] = (
+        False  # others send to the same engines, which are asked for their queues
+    )
     workers_from: tuple[str, ...] = ()  # hosts besides this machine whose engines may join: addresses, networks, names
 
     @field_validator("workers_from")

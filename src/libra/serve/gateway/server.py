@@ -30,6 +30,7 @@ from libra.serve.gateway.ends import TrajectoryEnds, read_finish
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.health import HealthMonitor
+from libra.serve.gateway.others_load import OthersLoad
 from libra.serve.gateway.policy_failures import answering_policy_failure, told_policy_failure
 from libra.serve.gateway.sessions import SESSION_HEADERS, Sessions
 from libra.serve.gateway.turns import RETRY_AFTER, Turns
@@ -42,7 +43,7 @@ _EXPIRE_SECONDS = 60.0  # between two searches for idle trajectories, at most
 _GAUGES = {  # of an engine
     "healthy": "1 if in service.",
     "in_flight": "Turns in flight.",
-    "load_tokens": "Context tokens of the turns in flight.",
+    "load_tokens": "Context tokens of the turns in flight, and of what others do there.",
 }
 
 
@@ -110,10 +111,14 @@ class Gateway:
     async def _running(self, application: web.Application) -> AsyncIterator[None]:
         async with self.client.running(application[CONNECTIONS]):
             await self._health.start()
-            expiring = asyncio.create_task(self._keep_expiring())
+            kept = [asyncio.create_task(self._keep_expiring())]
+            if self._config.shared:
+                others = OthersLoad(self.upstreams, self.client, self.trajectories.contexts, self._config.turn_tokens)
+                kept.append(asyncio.create_task(others.follow()))
             yield
-            expiring.cancel()
-            await asyncio.gather(expiring, self._health.stop(), return_exceptions=True)
+            for task in kept:
+                task.cancel()
+            await asyncio.gather(*kept, self._health.stop(), return_exceptions=True)
 
     def _mark_lost(self, engine: Upstream) -> None:
         if self.upstreams.mark(engine, healthy=False):
