@@ -5,7 +5,6 @@ Invariant: a turn that passes cannot fail the engine by what it asks for, so no 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from libra.backends.transport.engine_messages import Generate
 
 _LONGEST_NAME = 256  # characters of a turn's id, and of its namespace
 _INT32, _INT64 = 1 << 31, 1 << 63
+_HOTTEST = 2.0  # temperature that vLLM takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class TurnLimits:
             ),
             (not 1 <= turn.max_tokens < _INT32, f"max_tokens is {turn.max_tokens}; give at least 1, and 31 bits"),
             (
-                not (0 <= turn.temperature < math.inf),
-                f"temperature is {turn.temperature}; give a finite number, at least 0",
+                not 0 <= turn.temperature <= _HOTTEST,
+                f"temperature is {turn.temperature}; give a number from 0 to {_HOTTEST:g}",
             ),
             (
                 not -1 <= turn.stop_token < self.vocabulary,
