@@ -34,9 +34,10 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
-test-integrations: $(HOSTS)/verl/.installed $(HOSTS)/trl/.installed  ## the adapters inside verl and TRL, which it installs
+test-integrations: $(foreach host,verl trl verifiers,$(HOSTS)/$(host)/.installed)  ## the adapters of verl, TRL and verifiers, which it installs
 	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl_*.py)
 	$(HOSTS)/trl/bin/python -m pytest -q tests/integrations/test_trl.py
+	$(HOSTS)/verifiers/bin/python -m pytest -q tests/integrations/test_verifiers.py
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
 $(HOSTS)/verl/.installed: $(STAMP)
@@ -46,6 +47,10 @@ $(HOSTS)/verl/.installed: $(STAMP)
 
 $(HOSTS)/trl/.installed: $(STAMP)
 	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/trl 'trl>=1.16,<1.18' requests
+	@touch $@
+
+$(HOSTS)/verifiers/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/verifiers 'verifiers>=0.4,<0.5'
 	@touch $@
 
 # It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.
@@ -94,7 +99,6 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
 	$(VENV)/bin/python -m benchmarks.routing_plans --quick
 	$(VENV)/bin/python -m benchmarks.gateway --quick
-	$(VENV)/bin/python -m benchmarks.lending memory
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.planning
@@ -106,21 +110,16 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.routing_speed
 	$(VENV)/bin/python -m benchmarks.routing_plans
 	$(VENV)/bin/python -m benchmarks.gateway
-	$(VENV)/bin/python -m benchmarks.workloads
 
-bench-lending: setup  ## lending and weights, an hour; with TRAFFIC=FILE what replays recorded requests, too
-	$(VENV)/bin/python -m benchmarks.lending token
-	$(VENV)/bin/python -m benchmarks.lending memory
-	$(VENV)/bin/python -m benchmarks.lending plan
-	$(VENV)/bin/python -m benchmarks.lending run
+bench-lending: setup  ## lending and weights; with TRAFFIC=FILE what replays recorded requests, too
+	$(VENV)/bin/python -m benchmarks.lending --cpu
 	$(VENV)/bin/python -m benchmarks.weights
 	$(VENV)/bin/python -m benchmarks.weights link
-	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending rules --traffic $(TRAFFIC))
-	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending pair --traffic $(TRAFFIC))
-	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending fidelity --traffic $(TRAFFIC))
+	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending_rules --traffic $(TRAFFIC))
 
 bench-evaluation: setup  ## whole systems in simulation, hours; what has finished is kept and not run again
 	$(VENV)/bin/python -m benchmarks.evaluation
 
-fidelity: setup  ## the simulator against vLLM, its schedules and its times; rewrites the tables of docs/fidelity.md
-	$(VENV)/bin/python -m benchmarks.fidelity --markdown docs/fidelity.md
+fidelity: setup  ## the simulator's schedules against vLLM's
+	$(VENV)/bin/python -m benchmarks.fidelity
+	$(VENV)/bin/python -m benchmarks.fidelity --graphs

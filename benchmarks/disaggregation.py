@@ -1,9 +1,8 @@
 """CPU time to simulate prefill and decode engines, ranks that divide experts, and an engine that drafts.
 
-Invariant: a case's time is the CPU time of a process of its own that makes the workload and runs it, with the engines'
-profiles made beforehand; memory is that process's peak.
+Invariant: cases are measured as those of `benchmarks.simulation`.
 
-    python -m benchmarks.disaggregation [--repeats N] [--json FILE]
+    python -m benchmarks.disaggregation [--quick] [--repeats N] [--case NAME] [--json FILE]
 
 "AFD" has attention and experts of DeepSeek-V3 on 768 and 256 H800, in three micro-batches; attention ranks decide each
 for itself, and begin their iterations together.
@@ -15,15 +14,10 @@ three with EAGLE, and accepts 1.7 of them in the mean; it serves the same reques
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from statistics import fmean, median
 
-from benchmarks.command import apart, command_line, peak_mib
-from benchmarks.rows import Row, below, report
-from benchmarks.simulation import engine
+from benchmarks.simulation import Case, engine, main
 from libra.cost.afd import StageGrid
 from libra.cost.experts import Balancing, power_law
 from libra.cost.graphs import capture_sizes
@@ -53,27 +47,6 @@ RANKS = 64
 MOST_MIB = 1024
 APART = AttentionFFN(768, 256, 50e9, 5e-6, 3)
 EAGLE = Speculative("eagle3", 3, (0.8, 0.55, 0.35))
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    cpu_seconds: float
-    peak_mib: float
-    finished: int
-    events: int
-    iterations: int
-    transfers: int
-    gigabytes: float  # moved
-    simulated_seconds: float
-    transfer_seconds: float  # mean, from the prompt's end to the first token
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    make: Callable[[], SimCluster]
-    seconds: float | None = None  # goal
-    mib: float | None = None
-    than: str | None = None  # `seconds` is times this case's
 
 
 def cluster(workload: Workload, bandwidth: float, *, push: bool = False) -> SimCluster:
@@ -150,64 +123,9 @@ CASES = {
     "AFD, 768 attention + 256 FFN, 16,384 requests": Case(stages_apart, 10),
     "EP 64 with DP 64, 16,384 requests": Case(expert_ranks, 10),
     "1 engine, 100,000 requests": Case(lambda: one_engine(None)),
-    "1 engine, 100,000 requests, drafts": Case(lambda: one_engine(EAGLE), 3, than="1 engine, 100,000 requests"),
-}
-
-
-def figures(name: str) -> Figures:
-    """Run a case in this process."""
-    engine(MODEL, "A100", 1, 16384)
-    stages()
-    began = time.process_time()
-    run = CASES[name].make()
-    run.run()
-    took = time.process_time() - began
-    waits = [
-        it.first_token - it.prefill_end
-        for it in run.requests
-        if it.first_token is not None and it.prefill_end is not None
-    ]
-    return Figures(
-        cpu_seconds=took,
-        peak_mib=peak_mib(),
-        finished=sum(request.status == "finished" for request in run.requests),
-        events=sum(it.events for it in run.engines),
-        iterations=sum(it.iterations for it in run.engines),
-        transfers=0 if run.pairs is None else run.pairs.transfers,
-        gigabytes=0 if run.pairs is None else run.pairs.transferred_bytes / 1e9,
-        simulated_seconds=run.now / 1e12,
-        transfer_seconds=fmean(waits) / 1e12 if waits else 0.0,
-    )
-
-
-def main() -> int:
-    parser = command_line("disaggregation", __doc__)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes for each case (3)")
-    options = parser.parse_args()
-    rows: list[Row] = []
-    seconds: dict[str, float] = {}
-    for name, case in CASES.items():
-        runs = [apart(figures, name) for _ in range(options.repeats)]
-        took = seconds[name] = median(run.cpu_seconds for run in runs)
-        rows.append(below(name, "CPU time", took, "s", case.seconds if case.than is None else None))
-        if case.than is not None:
-            rows.append(below(name, "CPU time, times without", took / seconds[case.than], "", case.seconds))
-        rows.append(below(name, "peak memory", max(run.peak_mib for run in runs), "MiB", case.mib))
-        rows += [Row(name, what.replace("_", " "), getattr(runs[0], what), unit) for what, unit in _COUNTED.items()]
-    report(rows, options.json)
-    return int(any(row.met is False for row in rows))
-
-
-_COUNTED = {
-    "finished": "",
-    "events": "",
-    "iterations": "",
-    "transfers": "",
-    "gigabytes": "GB",
-    "simulated_seconds": "s",
-    "transfer_seconds": "s",
+    "1 engine, 100,000 requests, drafts": Case(lambda: one_engine(EAGLE), times=("1 engine, 100,000 requests", 3.0)),
 }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("disaggregation", __doc__))

@@ -18,7 +18,6 @@ A turn in flight has two sockets at the gateway, so 10,000 need a limit of 21,00
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -40,6 +39,7 @@ import psutil
 import yaml
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
+from benchmarks.command import command_line
 from benchmarks.rows import Row, report
 
 MEDIAN_GOAL, P99_GOAL = 5.0, 25.0  # ms
@@ -86,9 +86,7 @@ class Load:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few trajectories and short turns: a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    parser = command_line("gateway", __doc__, quick="few trajectories and short turns: a first look")
     parser.add_argument("--trajectories", type=int, metavar="N", help="in flight")
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else FULL

@@ -1,6 +1,6 @@
 """Model configurations as Libra reads them: parameters beside published totals and beside Transformers' own classes.
 
-The command: `python -m benchmarks.models [--data DIR] [--oracle] [--only TEXT] [--markdown] [--json FILE]`. It reads
+The command: `python -m benchmarks.models [--data DIR] [--oracle] [--only TEXT] [--json FILE]`. It reads
 each config.json of the installed package `aiconfigurator_core` and of the data folder. `--oracle` also makes each model
 on PyTorch's meta device, where the installed Transformers has its class, and counts parameters there. Exit status 0,
 whatever is met.
@@ -8,7 +8,6 @@ whatever is met.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -17,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.rows import Row, report, write_rows
+from benchmarks.command import command_line
+from benchmarks.rows import Row, never, report
 from libra.config.yaml_file import ConfigError
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
@@ -196,65 +194,32 @@ def made_parameters(data: dict[str, Any], name: str = "") -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
+    parser = command_line("models", __doc__)
     parser.add_argument("--data", type=Path, default=DATA, help="folder of more configurations")
     parser.add_argument("--oracle", action="store_true", help="make each model on the meta device")
     parser.add_argument("--only", default="", help="only files with this text in their name")
-    parser.add_argument("--markdown", action="store_true", help="print a table by family, and nothing else")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file, a JSON line each")
     given = parser.parse_args()
-    console, rows = Console(), []
+    told: list[Row] = []
     for title, folder in (("aiconfigurator_core", package_folder()), ("data", given.data)):
         if folder is None or not folder.is_dir():
-            console.print(f"{title}: skipped, it is not there")
+            print(f"{title}: skipped, it is not there")
             continue
         found = list(read_folder(folder, given.only, given.oracle))
-        if given.markdown:
-            print("\n".join(by_family(found)))
-            continue
-        for line in lines(found):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-        rows += summary(title, found, READ if title == "aiconfigurator_core" and not given.only else None)
-    if rows:
-        report(rows, None)
-    if given.json is not None:
-        write_rows(rows, given.json)
+        told += rows(title, found)
+        told += summary(title, found, READ if title == "aiconfigurator_core" and not given.only else None)
+    report(told, given.json)
 
 
-def lines(found: list[Read]) -> Iterator[str]:
-    """A line a configuration: parameters and KV, the published total, and what the class has."""
-    width = max((len(it.name) for it in found), default=0)
-    yield f"{'configuration':{width}} {'billions':>10} {'active':>8} {'KV KiB':>7} {'published':>9} {'error':>7}  class"
+def rows(title: str, found: list[Read]) -> Iterator[Row]:
+    """Parameters of each configuration, beside the published total and those of the class."""
     for it in found:
-        model = it.model
-        if model is None:
-            yield f"{it.name:{width}} refused: {it.why}"
+        if it.model is None:
             continue
-        error = "" if it.error is None else f"{it.error:+.2%}"
-        made = "" if it.exact is None else "equal" if it.exact else f"{it.made}"
-        kv = model.kv_bytes_per_token(2, context=_CONTEXT) / 1024
-        yield (
-            f"{it.name:{width}} {model.parameters / 1e9:10,.3f} {model.active_parameters / 1e9:8,.2f} {kv:7,.1f}"
-            f" {it.published or '':>9} {error:>7}  {made}"
-        )
-
-
-def by_family(found: list[Read]) -> Iterator[str]:
-    """Rows of a Markdown table, one for each family."""
-    families: dict[str, list[Read]] = {}
-    for it in found:
-        families.setdefault(it.family, []).append(it)
-    yield "| `model_type` | read | equal to the class | largest error beside published totals | KV a token, KiB |"
-    yield "|---|---|---|---|---|"
-    for family, its in sorted(families.items()):
-        models = [it.model for it in its if it.model is not None]
-        made = [it.exact for it in its if it.exact is not None]
-        errors = [abs(it.error) for it in its if it.error is not None]
-        kv = sorted({round(it.kv_bytes_per_token(2, context=_CONTEXT) / 1024, 1) for it in models})
-        span = "" if not kv else f"{kv[0]:g}" if len(kv) == 1 else f"{kv[0]:g} to {kv[-1]:g}"
-        equal = f"{sum(made)} of {len(made)}" if made else "no class"
-        largest = f"{max(errors):.2%}" if errors else "not published"
-        yield f"| `{family}` | {len(models)} of {len(its)} | {equal} | {largest} | {span} |"
+        kv = it.model.kv_bytes_per_token(2, context=_CONTEXT) / 1024
+        note = f"{it.family}; {it.model.active_parameters / 1e9:,.2f} active; KV {kv:,.1f} KiB a token"
+        note += "" if it.error is None else f"; {it.error:+.2%} beside {it.published} published"
+        note += "" if it.exact is None else "; equal to the class" if it.exact else f"; {it.made} of the class"
+        yield Row(f"{title}: {it.name}", "parameters", it.model.parameters / 1e9, "billions", note=note)
 
 
 def summary(title: str, found: list[Read], least: int | None) -> list[Row]:
@@ -262,15 +227,15 @@ def summary(title: str, found: list[Read], least: int | None) -> list[Row]:
     errors = [abs(it.error) for it in read if it.error is not None]
     made = [it.exact for it in read if it.exact is not None]
     goal, met = (None, None) if least is None else (f"at least {least}", len(read) >= least)
-    rows = [Row(title, "read", len(read), f"of {len(found)}", goal, met)]
+    refused = [f"{it.name}: {it.why}" for it in found if it.model is None]
+    rows = [Row(title, "read", len(read), f"of {len(found)}", goal, met, "; ".join(refused))]
     if made:
         rows.append(Row(title, "equal to Transformers' class", sum(made), f"of {len(made)}", "all", all(made)))
     if errors:
         rows.append(Row(title, "largest error beside published totals", 100 * max(errors), "%"))
         rows.append(Row(title, "mean of these errors", 100 * math.fsum(errors) / len(errors), "%"))
-    wrong = [it.name for it in read if not it.met]
-    rows.append(Row(title, "neither equal nor within 0.5 % or rounding", len(wrong), "files", "none", not wrong))
-    return rows
+    wrong = (it.name for it in read if not it.met)
+    return [*rows, never(title, "neither equal nor within 0.5 % or rounding", wrong, f"{len(read)} files")]
 
 
 if __name__ == "__main__":

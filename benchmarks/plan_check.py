@@ -13,16 +13,15 @@ one-size plan and the two fastest others also with four more. Two processes and 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import fmean
 from time import process_time
 
+from benchmarks.command import command_line
 from benchmarks.plan_check_questions import questions
 from benchmarks.plan_check_rivals import rivals
 from benchmarks.rows import Row, report
@@ -81,14 +80,10 @@ class Verdict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan_check", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="two questions, two seeds: a first look, not a verdict")
+    parser = command_line("plan_check", __doc__, quick="two questions, two seeds: a first look, not a verdict")
     parser.add_argument(
         "--promises", action="store_true", help="plan only: the promised step against the predicted one"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     options = parser.parse_args(arguments)
     asked = list(questions())[: 2 if options.quick else None]

@@ -11,7 +11,6 @@ the allocation that was left would take by then, less what was measured; ± is t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import command_line
 from benchmarks.rows import Row, report
 from libra.records.run_log import RunLog, prediction_error, read_run
 from libra.report.run_promises import promise_rows
@@ -32,9 +32,8 @@ _CHANGES = ("after step", "change", "promised a step", "realised a step", "verdi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.promises", description=(__doc__ or "").splitlines()[0])
+    parser = command_line("promises", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     logs = [(f"{path}", read_run(path)) for path in options.runs]
     console = Console(width=180)

@@ -26,7 +26,7 @@ from benchmarks.command import command_line
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
 from benchmarks.rollout_price_fit import Sample, fit, priced_seconds
 from benchmarks.rollout_price_plan import plan_case
-from benchmarks.rollout_price_simulation import Rollout, roll_out
+from benchmarks.rollout_price_simulation import roll_out
 from benchmarks.rollout_price_steps import simulate_steps
 from benchmarks.rows import Row, at_most, report
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
@@ -50,12 +50,12 @@ _FIRST_TEST_SEED = 1000  # those of the fits are below
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A case's plan, and what became of its batches."""
+    """A case's plan, and the simulated seconds of its batches."""
 
     case: Case
     plan: Plan
     problem: Problem
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[float, ...]
 
     @property
     def predicted(self) -> float:
@@ -63,7 +63,7 @@ class Priced:
 
     @property
     def simulated(self) -> float:
-        return fmean(rollout.seconds for rollout in self.rollouts)
+        return fmean(self.rollouts)
 
     @property
     def error(self) -> float:
@@ -152,15 +152,14 @@ def price_case(case: Case, batches: tuple[int, int], factors: BatchFactors = BAT
     """Plan for the case and simulate batches, from the fewest to the most. Raises `InfeasiblePlanError`."""
     plan, menu = plan_case(case, factors)
     fewest, most = batches
-    rollouts: list[Rollout] = []
+    rollouts: list[float] = []
     while len(rollouts) < fewest or (len(rollouts) < most and _standard_error(rollouts) > _STANDARD_ERROR):
         rollouts.append(roll_out(plan, case.batch(len(rollouts))))
     return Priced(case, plan, menu.problem, tuple(rollouts))
 
 
-def _standard_error(rollouts: Sequence[Rollout]) -> float:
-    """Standard error of the mean of the rollouts' seconds, relative to it; infinite for fewer than two."""
-    seconds = [rollout.seconds for rollout in rollouts]
+def _standard_error(seconds: Sequence[float]) -> float:
+    """Of the mean, relative to it; infinite for fewer than two."""
     return stdev(seconds) / fmean(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
 
 
@@ -190,9 +189,8 @@ def log_rows(batches: tuple[int, int]) -> list[Row]:
 
 def _repeat_error(priced: Priced) -> float:
     """Mean |error| of predicting a batch by the mean of the case's others: what no price of expectations goes below."""
-    seconds = [rollout.seconds for rollout in priced.rollouts]
-    others = [(sum(seconds) - it) / (len(seconds) - 1) for it in seconds]
-    return fmean(abs(other / it - 1) for other, it in zip(others, seconds, strict=True))
+    whole, count = sum(priced.rollouts), len(priced.rollouts)
+    return fmean(abs((whole - it) / (count - 1) / it - 1) for it in priced.rollouts)
 
 
 if __name__ == "__main__":

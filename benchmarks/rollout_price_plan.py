@@ -8,14 +8,11 @@ from __future__ import annotations
 from benchmarks.rollout_price_cases import Case
 from libra.choose.recall import with_recall
 from libra.cost.corrections import BATCH, BatchFactors
-from libra.plan.allocation import Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.menu import Menu
-from libra.plan.options.price import solution
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import Planner
-from libra.plan.solution import Solution
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach
@@ -35,7 +32,7 @@ def plan_case(case: Case, factors: BatchFactors = BATCH) -> tuple[Plan, Menu]:
     """The best plan and what it was chosen from. Raises `InfeasiblePlanError`."""
     request = request_of(case)
     menu = request.menu(factors)
-    return plan_of(request, menu, solve(menu.problem)), menu
+    return answer(request, menu, solve(menu.problem)), menu
 
 
 def routed_case(case: Case) -> tuple[Plan, Menu]:
@@ -53,8 +50,3 @@ def taught_router(case: Case) -> Policy:
 
 def _replayed(case: Case) -> tuple[Trajectory, ...]:
     return case.observed()[:_REPLAYED]
-
-
-def plan_of(request: ClusterRequest, menu: Menu, chosen: Solution | Allocation) -> Plan:
-    """The plan that a solution stands for, or an allocation that fits, of which nothing is proven."""
-    return answer(request, menu, solution(menu.problem, chosen) if isinstance(chosen, Allocation) else chosen)

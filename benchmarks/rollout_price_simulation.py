@@ -7,53 +7,27 @@ price is what the price leaves out.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Self
 
 from libra.plan.plan import Plan
-from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
 from libra.sim.clock import seconds
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.config import COLOCATED
-from libra.sim.planned_engines import planned_engines, planned_network
+from libra.sim.planned_engines import planned_engines
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """Outcome of one batch."""
-
-    seconds: float  # until its last trajectory was finished
-    prefilled: float  # tokens, as a multiple of those that each trajectory needs once
-    preemptions: int
-
-
-def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> Rollout:
-    """All of the batch at once, on empty engines that have their weights."""
+def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> float:
+    """Seconds until the last trajectory of the batch is finished; all begin at once, on empty engines that have their
+    weights."""
     limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
     workload = Replay(batch)
-    engines, oracle = planned_engines(plan), Oracle(batch, limits)
-    pairs = any(it.role is not COLOCATED for it in engines)
-    cluster = SimCluster(
-        engines,
-        workload,
-        oracle,
-        limits=limits,
-        kv_transfer=planned_network(plan.of_cluster) if pairs else None,
-        decode_route=LeastLoaded() if pairs else None,
-    )
+    cluster = SimCluster(planned_engines(plan), workload, Oracle(batch, limits), limits=limits)
     cluster.run()
     if workload.completed != len(batch):
         raise RuntimeError(f"{len(batch) - workload.completed} trajectories did not finish: {workload.unfinished}")
-    computed = sum(request.prompt_tokens - request.cached_tokens for request in cluster.requests)
-    once = sum(_prefill(trajectory) for trajectory in batch)
-    return Rollout(
-        max(seconds(request.finish or 0) for request in cluster.requests),
-        computed / once,
-        sum(engine.preemptions for engine in cluster.engines),
-    )
+    return max(seconds(request.finish or 0) for request in cluster.requests)
 
 
 class Oracle:
@@ -110,8 +84,3 @@ class Oracle:
 
     def _order(self, instance: Instance) -> tuple[int, str]:
         return self._load.get(instance.id, 0), instance.id
-
-
-def _prefill(trajectory: Trajectory) -> int:
-    """Tokens of its prompt and its tool returns."""
-    return trajectory.prompt_tokens + sum(turn.returned_tokens for turn in trajectory.turns[:-1])

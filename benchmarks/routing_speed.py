@@ -15,15 +15,14 @@ are 1,000 at a time, with one system prompt and 8 turns each; all that finding t
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from benchmarks.command import command_line
 from benchmarks.rows import Row, report
 from libra.live.session_router import SessionRouter
 from libra.route.catalogue import policy_named
@@ -50,11 +49,7 @@ _FOUND_TURNS, _ANSWER, _RETURNED = 8, 400, 100  # turns of a session, tokens of 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.routing_speed", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="little history and few instances: a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    parser = command_line("routing_speed", __doc__, quick="little history and few instances: a first look")
     options = parser.parse_args(arguments)
     seen, fleets = (2_000, (10,)) if options.quick else (100_000, (10, 1_024))
     rows: list[Row] = []

@@ -7,7 +7,7 @@ met or not; a row without a goal promises nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,10 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+_NAMED = 5  # of what may not be
+_WIDTH = 160  # of a table that goes to a file
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured number. `goal` is in words, with its unit; it and `met` are None where nothing is promised."""
+    """One measured number. `goal` is in words, with its unit; it and `met` are None where nothing is promised. `note`
+    says what was counted, what contradicts the goal, or why nothing was measured."""
 
     case: str
     metric: str
@@ -26,6 +30,7 @@ class Row:
     unit: str
     goal: str | None = None
     met: bool | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         if (self.goal is None) != (self.met is None):
@@ -50,6 +55,13 @@ def none(case: str, metric: str, value: float, unit: str = "") -> Row:
     return Row(case, metric, value, unit, "none", value == 0)
 
 
+def never(case: str, metric: str, wrong: Iterable[str], counted: str) -> Row:
+    """A row of what may not be: each of `wrong` was, of which the first are named; `counted` is what was looked at."""
+    found = list(wrong)
+    named = "; ".join([*found[:_NAMED], *([f"and {len(found) - _NAMED:,} more"] if len(found) > _NAMED else ())])
+    return Row(case, metric, len(found), "", "none", not found, f"{counted}: {named}" if found else counted)
+
+
 def _judged(case: str, metric: str, value: float, unit: str, limit: float | None, words: str, met: bool) -> Row:
     if limit is None:
         return Row(case, metric, value, unit)
@@ -58,27 +70,30 @@ def _judged(case: str, metric: str, value: float, unit: str, limit: float | None
 
 def report(rows: Sequence[Row], json_path: Path | None) -> None:
     """Print the rows as a table; also write them to `json_path`, if there is one."""
-    Console().print(make_table(rows))
+    console = Console()
+    (console if console.is_terminal else Console(width=_WIDTH)).print(make_table(rows))
     if json_path is not None:
         write_rows(rows, json_path)
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
     """A JSON line a row."""
-    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+    lines = ({key: value for key, value in asdict(row).items() if key != "note" or value} for row in rows)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def make_table(rows: Sequence[Row]) -> Table:
-    """One line a row; a case is named once. The columns of goals are left out where no row has one."""
-    with_goals = any(row.goal is not None for row in rows)
+    """One line a row; a case is named once. Columns of goals and notes are left out where no row has one."""
+    with_goals, with_notes = any(row.goal is not None for row in rows), any(row.note for row in rows)
     table = Table()
-    for name in ("case", "metric", "value", "unit", *(("goal", "met") if with_goals else ())):
+    names = ("case", "metric", "value", "unit", *(("goal", "met") if with_goals else ()), *(("note",) * with_notes))
+    for name in names:
         table.add_column(name, justify="right" if name == "value" else "left")
     previous = None
     for row in rows:
         cells = [escape(row.case) if row.case != previous else "", escape(row.metric), f"{row.value:,.4g}", row.unit]
         if with_goals:
-            cells += [escape(row.goal or ""), "" if row.met is None else "yes" if row.met else "no"]
-        table.add_row(*cells)
+            cells += [escape(row.goal or ""), "" if row.met is None else "yes" if row.met else "[red]no[/]"]
+        table.add_row(*cells, *([escape(row.note)] * with_notes))
         previous = row.case
     return table

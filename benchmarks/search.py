@@ -3,25 +3,26 @@
 Invariant: rows name the question and the measure; times are CPU times of all processes that took part.
 
     python -m benchmarks.search [--jobs N] [--json FILE] [--quick]
-    python -m benchmarks.search --peer [apart]
+    python -m benchmarks.search --only peer
 
 "menu" is the question of the goal: 2,000 requests, three objectives, 1,000 candidates. "sixteen" is about
 all deployments of a 32B model on 16 GPUs. "windows" runs the winners of 20 searches on other requests of the same
-traffic: of Azure's trace, where it is there. "plan" mixes 1,024 GPUs of three types. "published" repeats Frontier's
-(arXiv 2605.21312) questions on prefill and decode apart, and on mixed GPUs, with a model, requests and GPUs of our own.
---peer puts the same question to the sweep of aiconfigurator-core, with the same tables; "apart" to that of the package
-aiconfigurator, which has to be installed in addition.
+traffic: of Azure's trace, where it is there. "plan" mixes 1,024 GPUs of three types.
+"peer" puts one question to the sweep of aiconfigurator-core, too: both have the same kernel tables, no host and no
+prefix cache. The sweep takes a steady state of equal batches; here requests come at random.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,13 +30,13 @@ from benchmarks.command import command_line, processor_seconds
 from benchmarks.rows import Row, at_least, at_most, report
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
+from libra.cost.sources.tables import _configuration
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
-from libra.plan.problem import InfeasiblePlanError
-from libra.serving.candidate import ServingCandidate
+from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.serving.ladder import highest_rate
 from libra.serving.menu import MenuFile, ServingMenu
-from libra.serving.mix import plan_mix, single_engines
-from libra.serving.mix_problem import ServingOption, ServingProblem, solve_serving
+from libra.serving.mix import plan_mix
 from libra.serving.objective import parse_objectives
 from libra.serving.question import SizingQuestion
 from libra.serving.search import answer
@@ -50,6 +51,7 @@ MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-4B")
 LIMITS = ("ttft_p99=1s,tpot_p99=50ms", "ttft_p99=2s,tpot_p99=30ms", "ttft_p95=1s,tpot_p95=40ms", "ttft_p99=3s")
 AZURE = Path(__file__).parents[1] / "../shared/data/serving/azure_2023_conv.csv"
 WINDOWS = 20
+PEER_TOKENS = (1024, 256)  # of a prompt and its answer
 MENU_SECONDS, SIXTEEN_SECONDS, OUT, PLAN_SECONDS = 240.0, 60.0, 0.6, 2.0  # goals
 
 T = TypeVar("T")
@@ -190,47 +192,52 @@ def plan_rows(jobs: int, quick: bool) -> Iterator[Row]:
     yield Row(case, "CPU time with simulations", cpu, "s")
 
 
-def published_rows(jobs: int, quick: bool) -> Iterator[Row]:
-    """Output tokens/s, from what single engines serve in each role."""
-    menu = ServingMenu(MenuFile(max_num_seqs=(256,)))
-    count = 100 if quick else 500
-    for ttft, told in ((3.0, 137.4 / 27.7), (0.5, None)):
-        asked = question(cluster(64, 64), count, f"ttft_p99={ttft:g},tpot_p99=0.02")
-        options, _ = single_engines(asked, menu, jobs)
-        output = sum(it.output_tokens for it in asked.requests) / len(asked.requests)
-        case = f"TTFT {ttft:g} s, 50 tokens/s a user, {MODEL}"
-        for gpu in ("h100", "a100"):
-            colocated, apart = (
-                output * most_requests([it for it in options if it.nodes == gpu and (it.role == "colocated") == alone])
-                for alone in (True, False)
-            )
-            yield Row(case, f"512 {gpu}, colocated", colocated, "tokens/s")
-            yield Row(case, f"512 {gpu}, prefill and decode apart", apart, "tokens/s")
-            if colocated:
-                yield Row(case, f"{gpu}: apart over colocated", apart / colocated, "")
-        if told is not None:
-            yield Row(case, "published: apart over colocated", told, "")
-        of = {gpu: [it for it in options if it.nodes == gpu] for gpu in ("h100", "a100")}
-        separate = sum(most_requests(its) for its in of.values())
-        mixed = most_requests([it for its in of.values() for it in its])
-        yield Row(case, "512 h100 + 512 a100: roles mixed over each type by itself", mixed / separate, "")
-        if told is not None:
-            yield Row(case, "published: 1,024 mixed GPUs", 1.33, "")
+def peer_rows(jobs: int, quick: bool) -> Iterator[Row]:
+    """Colocated engines by degree, with a mean TTFT of 1 s and a mean TPOT of 50 ms."""
+    profiles = engine_profiles(
+        cluster(1, 0), load_model(MODEL), Recipe(batch=1, samples_per_prompt=1, max_length=4096), "tables"
+    )
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1.0, 1000)).tolist()
+    alike = tuple(RecordedRequest(ticks(at), *PEER_TOKENS) for at in arrivals)
+    asked = question(cluster(1, 0), 2, "ttft_mean=1,tpot_mean=0.05")
+    asked = replace(asked, profiles=profiles, requests=alike)
+    for tp in (1,) if quick else (1, 2, 4, 8):
+        case = f"{MODEL}, H100, tp {tp}, {PEER_TOKENS[0]} + {PEER_TOKENS[1]} tokens"
+        theirs = _sweep(tp)
+        yield Row(case, "aiconfigurator-core", theirs["seq/s"], "requests/s")
+        alone = trial(asked, _engine(tp, int(theirs["bs"])), theirs["seq/s"], to_the_end=True)
+        yield Row(case, "the same, simulated: mean TTFT", alone.ttft, "s")
+        found = [highest_rate(asked, _engine(tp, seqs)) for seqs in (32, 64, 128, 256)]
+        yield Row(case, "libra", max(it.rate for it in found if it is not None), "requests/s")
 
 
-def most_requests(options: list[ServingOption]) -> float:
-    """Requests/s that 512 GPUs of each class serve at most, to a thousandth."""
-    there = {it.nodes: 512 for it in options}
-    low, high = 0.0, 1e5
-    while high - low > 1e-3 * high and high > 1e-3:
-        rate = (low + high) / 2
-        try:
-            solve_serving(ServingProblem(rate, tuple(options), there))
-        except InfeasiblePlanError:
-            high = rate
-        else:
-            low = rate
-    return low
+def _engine(tp: int, seqs: int) -> ServingCandidate:
+    return ServingCandidate((EnginePool("colocated", EngineSetup("h100", tp, 1, min(seqs, 512), 8192, False), 1),))
+
+
+def _sweep(tp: int) -> dict[str, Any]:
+    """The best row of the sweep."""
+    from aiconfigurator_core.sdk import common, config
+    from aiconfigurator_core.sdk.backends.factory import get_backend
+    from aiconfigurator_core.sdk.models import get_model
+    from aiconfigurator_core.sdk.perf_database import get_database
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_configuration(load_model(MODEL))), encoding="utf-8")
+        asked = config.ModelConfig(
+            tp_size=tp,
+            gemm_quant_mode=common.GEMMQuantMode.bfloat16,
+            kvcache_quant_mode=common.KVCacheQuantMode.bfloat16,
+            fmha_quant_mode=common.FMHAQuantMode.bfloat16,
+            moe_quant_mode=common.MoEQuantMode.bfloat16,
+        )
+        model, tables = get_model(folder, asked, "vllm"), get_database("h100_sxm", "vllm", "0.24.0")
+        limits = config.RuntimeConfig(isl=PEER_TOKENS[0], osl=PEER_TOKENS[1], ttft=1000.0, tpot=50.0)
+        # A backend remembers batches without the degree: one for each.
+        found = get_backend("vllm").find_best_agg_result_under_constraints(
+            model, tables, limits, top_k=1, max_batch_size=512, enable_chunked_prefill=True
+        )
+        return dict(found.get_summary_df().iloc[0])
 
 
 _PARTS: dict[str, Callable[[int, bool], Iterator[Row]]] = {
@@ -238,27 +245,15 @@ _PARTS: dict[str, Callable[[int, bool], Iterator[Row]]] = {
     "sixteen": sixteen_rows,
     "windows": windows_rows,
     "plan": plan_rows,
-    "published": published_rows,
+    "peer": peer_rows,
 }
 
 
 def main() -> None:
     parser = command_line("search", __doc__, quick="a tenth of everything: whether it runs")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument(
-        "--peer",
-        nargs="?",
-        const="colocated",
-        choices=("colocated", "apart"),
-        help="the sweep of aiconfigurator-core instead; or that of aiconfigurator, with prefill and decode apart",
-    )
     parser.add_argument("--only", choices=_PARTS)
     given = parser.parse_args()
-    if given.peer:
-        from benchmarks.search_peer import apart_rows, peer_rows
-
-        report(list(peer_rows() if given.peer == "colocated" else apart_rows()), given.json)
-        return
     kept = [make for name, make in _PARTS.items() if given.only in (None, name)]
     report([row for make in kept for row in make(given.jobs, given.quick)], given.json)
 

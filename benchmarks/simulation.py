@@ -18,9 +18,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -63,6 +64,8 @@ class Figures:
     iterations: int
     preemptions: int
     cached_share: float  # of prompt tokens
+    transfers: int  # of KV, and gigabytes
+    moved: float
     simulated_seconds: float
     loop_seconds: float  # of a million turns of a plain Python loop, just before: how fast the machine was
     load: float  # processes that wanted a core, mean of the minute before
@@ -70,10 +73,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    run: Callable[[], SimCluster]
+    make: Callable[[], SimCluster]
     seconds: float | None = None  # goals
     mib: float | None = None
     events_per_engine: float | None = None
+    times: tuple[str, float] | None = None  # another case, and how many times its CPU time are allowed
 
 
 @cache
@@ -175,13 +179,16 @@ def step() -> SimCluster:
 CASES: dict[str, Case] = {
     "1,024 engines, 4,096 requests": Case(lambda: static(1024, 4096), 0.1, None, 2.5),
     "1 engine, 100,000 requests at 80 % load": Case(lambda: poisson(100_000), 1.0, 150),
-    "8 engines, azure conversations": Case(azure, 1.0),
     "1,024 engines, 1,000,000 mixed requests": Case(lambda: mixed(1024, 1_000_000), 40.0, 1536),
-    "16 engines, 355 coding sessions": Case(sessions, 5.0),
     "24 engines (48 GPUs), 512 agent trajectories": Case(step, 0.2),
     "10,000 engines, 40,000 requests": Case(lambda: static(10_000, 40_000), 1.0),
 }
-GROWTH: dict[str, Case] = {
+if AZURE.exists() and SESSIONS.exists():
+    CASES |= {
+        "8 engines, azure conversations": Case(azure, 1.0),
+        "16 engines, 355 coding sessions": Case(sessions, 5.0),
+    }
+CASES |= {
     **{f"growth: 1 engine, {n:,} requests at 80 % load": Case(partial(poisson, n)) for n in (12_500, 25_000, 50_000)},
     **{f"growth: {n:,} engines, 32,768 mixed requests": Case(partial(mixed, n, 32_768)) for n in (16, 64, 256)},
     **{
@@ -191,16 +198,17 @@ GROWTH: dict[str, Case] = {
 }
 
 
-def measure(name: str) -> Figures:
-    """Run a case in this process."""
-    case = {**CASES, **GROWTH}[name]
-    case.run()  # makes the engines' profiles and finds what they can do, which is no part of the case
+def measure(module: str, name: str) -> Figures:
+    """Run a case of a module of benchmarks in this process."""
+    case = cases_of(module)[name]
+    case.make()  # makes the engines' profiles and finds what they can do, which is no part of the case
     loop, load = loop_seconds(), os.getloadavg()[0]
     started = time.process_time()
-    simulated = case.run()
+    simulated = case.make()
     simulated.run()
     cpu = time.process_time() - started
     asked = sum(request.prompt_tokens for request in simulated.requests)
+    pairs = simulated.pairs
     return Figures(
         cpu_seconds=cpu,
         peak_mib=peak_mib(),
@@ -211,10 +219,17 @@ def measure(name: str) -> Figures:
         iterations=sum(it.iterations for it in simulated.engines),
         preemptions=sum(it.preemptions for it in simulated.engines),
         cached_share=sum(request.cached_tokens for request in simulated.requests) / asked,
+        transfers=0 if pairs is None else pairs.transfers,
+        moved=0 if pairs is None else pairs.transferred_bytes / 1e9,
         simulated_seconds=simulated.now / 1e12,
         loop_seconds=loop,
         load=load,
     )
+
+
+def cases_of(module: str) -> dict[str, Case]:
+    found: dict[str, Case] = import_module(f"benchmarks.{module}").CASES
+    return found
 
 
 def loop_seconds() -> float:
@@ -226,50 +241,47 @@ def loop_seconds() -> float:
     return time.process_time() - started
 
 
-def rows(name: str, case: Case, runs: list[Figures]) -> list[Row]:
-    first = runs[0]
+def rows(name: str, case: Case, runs: list[Figures], others: dict[str, float]) -> Iterator[Row]:
+    """`others`: CPU time of other cases."""
+    first, typical = runs[0], median(run.cpu_seconds for run in runs)
     if str(cluster_module.__file__).endswith(".so"):
         name += ", compiled"
-    typical = median(run.cpu_seconds for run in runs)
     every = first.finished == first.requests
-    return [
-        below(name, "median CPU time", typical, "s", case.seconds),
-        Row(name, "longest", max(run.cpu_seconds for run in runs), "s"),
-        Row(name, "a million turns of a plain loop, just before", median(run.loop_seconds for run in runs), "s"),
-        Row(name, "load of the machine", median(run.load for run in runs), ""),
-        below(name, "peak memory", max(run.peak_mib for run in runs), "MiB", case.mib),
-        at_most(name, "events an engine", first.events / first.engines, "", case.events_per_engine),
-        Row(name, "iterations an event", first.iterations / first.events, ""),
-        Row(name, "CPU time a request", 1e6 * typical / first.requests, "us"),
-        Row(name, "finished requests", first.finished, "", f"all {first.requests:,}", every),
-        Row(name, "preemptions", first.preemptions, ""),
-        Row(name, "prompt tokens found in the prefix cache", 100 * first.cached_share, "%"),
-        Row(name, "simulated time", first.simulated_seconds, "s"),
-    ]
+    yield below(name, "median CPU time", typical, "s", case.seconds)
+    if case.times is not None and case.times[0] in others:
+        yield below(name, f"over that of {case.times[0]}", typical / others[case.times[0]], "x", case.times[1])
+    yield Row(name, "longest", max(run.cpu_seconds for run in runs), "s")
+    yield Row(name, "a million turns of a plain loop, just before", median(run.loop_seconds for run in runs), "s")
+    yield Row(name, "load of the machine", median(run.load for run in runs), "")
+    yield below(name, "peak memory", max(run.peak_mib for run in runs), "MiB", case.mib)
+    yield at_most(name, "events an engine", first.events / first.engines, "", case.events_per_engine)
+    yield Row(name, "iterations an event", first.iterations / first.events, "")
+    yield Row(name, "CPU time a request", 1e6 * typical / first.requests, "us")
+    yield Row(name, "finished requests", first.finished, "", f"all {first.requests:,}", every)
+    yield Row(name, "preemptions", first.preemptions, "")
+    yield Row(name, "prompt tokens found in the prefix cache", 100 * first.cached_share, "%")
+    if first.transfers:
+        yield Row(name, "transfers of KV", first.transfers, "")
+        yield Row(name, "KV moved", first.moved, "GB")
+    yield Row(name, "simulated time", first.simulated_seconds, "s")
 
 
-def measured(name: str, repeats: int) -> list[Figures]:
-    """Runs of a case, each in a process of its own; at most three of a case that takes over 10 s."""
-    runs = [apart(measure, name)]
-    while len(runs) < repeats and not (runs[-1].cpu_seconds > 10 and len(runs) == 3):
-        runs.append(apart(measure, name))
-    print(f"{name}: {median(run.cpu_seconds for run in runs):.3f} s", file=sys.stderr)
-    return runs
-
-
-def main() -> int:
-    parser = command_line("simulation", __doc__, quick="each case once, and not the largest ones")
+def main(module: str = "simulation", about: str | None = __doc__) -> int:
+    cases = cases_of(module)
+    parser = command_line(module, about, quick="each case once, and not the largest ones")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each case (3 of those over 10 s)")
-    parser.add_argument("--case", choices={**CASES, **GROWTH}, metavar="NAME", help="only this one")
+    parser.add_argument("--case", choices=cases, metavar="NAME", help="only this one")
     asked = parser.parse_args()
-    found: list[Row] = []
-    for name, case in {**CASES, **GROWTH}.items():
-        if (name.endswith("azure conversations") and not AZURE.exists()) or (
-            name.endswith("coding sessions") and not SESSIONS.exists()
-        ):
-            print(f"{name}: left out, its data is not at {DATA}", file=sys.stderr)
-        elif not (asked.quick and "1,000,000" in name) and asked.case in (None, name):
-            found += rows(name, case, measured(name, 1 if asked.quick else asked.repeats))
+    found, seconds = list[Row](), dict[str, float]()
+    for name, case in cases.items():
+        if asked.case not in (None, name) or (asked.quick and "1,000,000" in name):
+            continue
+        runs = [apart(measure, module, name)]
+        while len(runs) < (1 if asked.quick else asked.repeats) and not (runs[-1].cpu_seconds > 10 and len(runs) == 3):
+            runs.append(apart(measure, module, name))
+        seconds[name] = median(run.cpu_seconds for run in runs)
+        print(f"{name}: {seconds[name]:.3f} s", file=sys.stderr)
+        found += rows(name, case, runs, seconds)
     report(found, asked.json)
     return 0
 

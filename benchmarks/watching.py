@@ -8,18 +8,17 @@ encoded nor sent.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from benchmarks.command import command_line
 from benchmarks.rows import Row, report
 from libra.config.extras import install_command, missing_library
 from libra.route.policy import Placement, ToolReturn, TurnRequest
@@ -44,9 +43,7 @@ class _Nowhere(SpanExporter):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.watching", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the turns: a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    parser = command_line("watching", __doc__, quick="a tenth of the turns: a first look")
     options = parser.parse_args(arguments)
     if (library := missing_library("otel")) is not None:
         print(f"{library} is not installed: {install_command('otel')}", file=sys.stderr)

@@ -15,13 +15,8 @@ def _has_a_command(path: Path) -> bool:
 
 def test_every_command_is_listed_and_no_other() -> None:
     single = {path.stem for path in HERE.glob("*.py") if _has_a_command(path)} - {"__main__"}
-    packages = {path.parent.name for path in HERE.glob("*/__main__.py")} - {"lending"}
-    lending = {
-        f"lending.{path.stem}"
-        for path in (HERE / "lending").glob("*.py")
-        if _has_a_command(path) and not path.name.startswith("_")
-    }
-    assert set(TIMES) == single | packages | lending
+    packages = {path.parent.name for path in HERE.glob("*/__main__.py")}
+    assert set(TIMES) == single | packages
 
 
 def test_the_list_says_what_each_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from oracles.evaluation_page import require_found, require_places
 from benchmarks.evaluation import (
     ablation,
     baselines,
-    ceiling,
     scaling,
     sensitivity,
     systems,
@@ -44,8 +42,7 @@ from benchmarks.evaluation.systems import (
     ours,
     published,
 )
-from benchmarks.evaluation.whole_runs import ceiling as ceiling_cell
-from benchmarks.evaluation.whole_runs import run, scale, told, tool_bound
+from benchmarks.evaluation.whole_runs import run, scale, told
 from libra.choose.choice import choose_plan
 from libra.choose.confirmation import simulated_gain
 from libra.config.cache import cache_directory
@@ -57,9 +54,8 @@ from libra.sim.training_run.system import PUBLISHED_SWITCH, System
 MODEL = "Qwen/Qwen3-14B"
 SMALL = Setting(MODEL, "search_r1", nodes=2, groups=2, steps=3, staleness=1)
 BUSY = replace(SMALL, groups=8)  # so much to train on that trainers alone rule choices out
-EXPERIMENTS = [it.EXPERIMENT for it in (throughput, ceiling, ablation, sensitivity, scaling)]
+EXPERIMENTS = [it.EXPERIMENT for it in (throughput, ablation, sensitivity, scaling)]
 SPEED = {"colocated": 1000.0, "even": 2000.0, "static": 2500.0, "ours": 4000.0, "oracle": 4400.0}  # others: 1500
-CEILING = 8000.0
 
 
 def made_up(cell: Cell) -> dict[str, Any]:
@@ -70,8 +66,6 @@ def made_up(cell: Cell) -> dict[str, Any]:
         return {"choice": choice, "judged": [choice | {"throughput": 1.0}], "left_out": 3}
     if cell.function is choose:
         return {"plan": {}}
-    if cell.function in (ceiling_cell, tool_bound):
-        return {"throughput": CEILING * (1 + asked["setting"]["seed"] * 0.01), "versions": []}
     seed, steps = asked["setting"]["seed"], Setting(**asked["setting"]).run_steps
     speed = SPEED.get(asked["system"], 1500.0) * (1 + seed * (0.02 if asked["system"] == "ours" else 0.01))
     speed *= 0.8 if asked.get("parts") else 1.0
@@ -102,7 +96,7 @@ def test_tables_rows_and_figures_are_made_of_the_results(experiment: Experiment,
     found = require_found(experiment, results(experiment, quick))
     assert all(math.isfinite(row.value) for row in found.rows)
     intervals = any(re.search(r"\d \([\d.,]+ to [\d.,]+\)", table.markdown()) for table in found.tables.values())
-    assert intervals == (not quick and experiment.name not in {"ceiling", "scaling"})
+    assert intervals == (not quick and experiment.name != "scaling")
     if not quick:
         require_places(experiment, found)
 
@@ -115,8 +109,6 @@ def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
     assert [call for call in chain if not call[1].get("parts")] == [call for call in chain if call in whole]
     begins = [arguments["parts"] for function, arguments in chain if function.endswith(":choose")]
     assert {} in begins and len(begins) == len(ablation.PARTS) + 2  # routed otherwise, and whole batches
-    own = {name for name, arguments in calls(ceiling.EXPERIMENT) if (name, arguments) not in whole}
-    assert own == {"benchmarks.evaluation.whole_runs:ceiling", "benchmarks.evaluation.whole_runs:tool_bound"}
     # What is usual is one of the values of all that is varied.
     usual = Setting(MODEL, "search_r1", steps=sensitivity.STEPS).arguments()
     shared = [arguments for _, arguments in others if arguments["setting"] == usual and "parts" not in arguments]
@@ -206,16 +198,6 @@ def test_what_a_part_is_worth_is_found_where_it_was_put() -> None:
 def test_choices_that_were_left_out_of_a_search_count_among_all() -> None:
     table = throughput.EXPERIMENT.found(results(throughput.EXPERIMENT)).tables["choices"].markdown()
     assert table.splitlines()[-1].endswith("| 24 | tp4 | as admitted | 1 of 4 |")
-
-
-def test_shares_of_the_ceiling_are_paired_by_seed() -> None:
-    rows = ceiling.EXPERIMENT.found(results(ceiling.EXPERIMENT)).rows
-    found = {row.metric: row.value for row in rows if row.case.startswith("r2e_gym")}
-    assert found["if nobody waits, tokens/s"] == pytest.approx(1.01 * CEILING)
-    assert found["colocated, of it"] == pytest.approx(100 * 1000 / CEILING)
-    ours = fmean(4000 * (1 + 0.02 * seed) / (CEILING * (1 + 0.01 * seed)) for seed in throughput.SEEDS)
-    assert found["ours, of it"] == pytest.approx(100 * ours)
-    assert found["it over colocated"] == pytest.approx(CEILING / 1000)
 
 
 # Systems

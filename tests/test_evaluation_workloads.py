@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from oracles.routing_quality import evaluate, static_fleet
 
-from benchmarks.workloads.definition import FILES, SIGNALS, names, parse, read
-from benchmarks.workloads.facts import BATCH, at_version, explained, facts, longest_tenth, returns, tail
+from benchmarks.workloads.definition import FILES, names, parse, read
 from libra.route.catalogue import policy_named
-from libra.trajectory import Trajectory, Turn
 
 # Of parameters and first groups. What results are compared on must not change unnoticed.
 DIGESTS = {
@@ -37,21 +32,9 @@ def test_the_three_workloads_are_there() -> None:
 @pytest.mark.parametrize(("progress", "published"), [(0.0, 2_500), (1.0, 11_500)])
 def test_search_r1_drifts_as_published(progress: float, published: int) -> None:
     workload = read("search_r1")
-    trajectories = at_version(workload.episodes("strong"), round(progress * workload.steps), 200)
+    episodes, version = workload.episodes("strong"), round(progress * workload.steps)
+    trajectories = [each for number in range(200) for each in episodes.group(number, version)]
     assert np.mean([each.final_context for each in trajectories]) == pytest.approx(published, rel=0.06)
-
-
-@pytest.mark.parametrize("name", names())
-def test_tools_tell_as_much_as_the_setting_says(name: str) -> None:
-    workload = read(name)
-    found = {
-        signal: facts(at_version(workload.episodes(signal), workload.steps // 2, 80), 0.015).signal
-        for signal in SIGNALS
-    }
-    assert found["none"] == pytest.approx(0, abs=0.02)
-    assert found["airline"] == pytest.approx(0.18, abs=0.05)
-    assert found["medium"] == pytest.approx(0.40, abs=0.06)
-    assert found["strong"] > found["medium"]
 
 
 def test_another_number_of_steps_is_the_same_drift() -> None:
@@ -90,61 +73,6 @@ def test_a_wrong_name_is_refused() -> None:
         read("../search_r1")
     with pytest.raises(ValueError, match="signal is 'loud'; choose one of none, airline, medium, strong"):
         read("search_r1").episodes("loud")
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-50, 50)), min_size=2, max_size=30))
-def test_explained_is_one_minus_the_unbiased_variances(pairs: list[tuple[int, int]]) -> None:
-    groups, values = zip(*pairs, strict=True)
-    found = explained(groups, values)
-    sizes = Counter(groups)
-    freedom = len(values) - len(sizes)
-    total = float(np.var(values, ddof=1))
-    if freedom == 0 or total == 0:
-        assert found == 0
-        return
-    means = {group: sum(v for g, v in pairs if g == group) / size for group, size in sizes.items()}
-    within = sum((value - means[group]) ** 2 for group, value in pairs) / freedom
-    assert found == pytest.approx(1 - within / total, abs=1e-9)
-
-
-def test_explained_of_nothing_is_nothing_on_average() -> None:
-    random = np.random.default_rng(0)
-    found = [explained(random.integers(20, size=60).tolist(), random.standard_normal(60)) for _ in range(300)]
-    assert np.mean(found) == pytest.approx(0, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("values", "share"), [([1.0] * 10, 0.1), ([1.0] * 9 + [9.0], 0.5), ([2.0] * 11, 2 / 11), ([5.0], 1.0)]
-)
-def test_longest_tenth(values: list[float], share: float) -> None:
-    assert longest_tenth(np.array(values)) == pytest.approx(share)
-
-
-def test_tail_is_the_mean_over_whole_batches() -> None:
-    even, late = np.full(BATCH, 2.0), np.full(BATCH, 1.0)
-    late[7] = 4.0
-    assert tail(even) == 0
-    assert tail(np.concatenate([even, late, np.full(BATCH - 1, 100.0)])) == pytest.approx((0 + 0.75) / 2)
-    assert tail(np.array([1.0] * 9 + [10.0])) == pytest.approx(0.9)
-    assert tail(np.array([1.0] * 8 + [10.0, 10.0])) == 0
-
-
-def test_facts_by_hand() -> None:
-    def made(id: str, prompt: str, *turns: Turn) -> Trajectory:
-        return Trajectory(id, prompt, "t", 100, turns, None, 0, True)
-
-    one = made("a", "p", Turn(100, "search", "ok", 50, 2.0), Turn(50, "user", "ok", 5, None), Turn(50, None, None, 0))
-    two = made("b", "q", Turn(400, None, None, 0))
-    found = facts([one, two], token_seconds=0.01)
-    assert (found.mean_final_context, found.mean_generated, found.mean_turns, found.most_turns) == (427.5, 300, 2, 3)
-    assert (found.no_return_share, found.mean_tool_seconds) == (0.5, 1.0)
-    assert found.tool_time_share == pytest.approx(2 / 8)  # 2 + 2 s and 4 s
-    assert found.longest_tenth_tokens == pytest.approx(400 / 600)
-    assert found.final_context[0] == 355 and found.final_context[-1] == 500
-    assert [remaining for _, remaining in returns(one)] == [105, 50]
-    assert [(state.tool, remaining) for state, remaining in returns(one, passive=("user",))] == [("search", 105)]
-    with pytest.raises(ValueError, match="there is no trajectory"):
-        facts([], 0.01)
 
 
 def test_published_rules_are_as_accurate_on_search_r1_as_published() -> None:

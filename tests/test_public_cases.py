@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.public.case import CaseGroup, PublicCase
-from benchmarks.public.training import ROWS, priced_rate
+from benchmarks.public.training import RELEASE, ROWS, priced_rate, training_groups
 
 
 @pytest.mark.parametrize(
@@ -19,16 +19,22 @@ def test_a_case_is_met_within_its_bar(priced: float | None, error: float | None,
 
 def test_a_group_has_a_row_a_price_then_the_mean_and_the_refused() -> None:
     cases = [PublicCase("a", 100, 102, 0.1), PublicCase("b", 100, 90, 0.1), PublicCase("c", 100, None, 0.1, "why")]
-    rows = CaseGroup("KV", "tokens", cases, mean_bar=0.04).rows()
+    rows = list(CaseGroup("KV", "tokens", cases, mean_bar=0.04).rows())
     assert [(row.case, row.metric, row.met) for row in rows] == [
         ("KV: a", "error", True),
         ("KV: b", "error", True),
         ("KV", "mean absolute error", False),
+        ("KV", "within their bars", False),
         ("KV", "refused", False),
     ]
-    assert [row.value for row in rows] == [pytest.approx(it) for it in (2, -10, 6, 1)]
+    assert [row.value for row in rows] == [pytest.approx(it) for it in (2, -10, 6, 2, 1)]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", (*ROWS, *RELEASE), ids=lambda row: row.name)
 def test_each_published_rate_has_a_price(row: object) -> None:
     assert priced_rate(row) > 0  # type: ignore[arg-type]
+
+
+def test_rates_that_were_looked_at_are_within_their_bars() -> None:
+    cases = training_groups()[0].cases
+    assert len(cases) == 16 and all(case.met for case in cases)

@@ -19,12 +19,10 @@ MODULES = (  # of this package, in the order of the page; each has an `EXPERIMEN
     "tp_by_length",
     "step_price",
     "throughput",
-    "ceiling",
     "ablation",
     "sensitivity",
     "scaling",
     "routing_real",
-    "lending",
 )
 
 

@@ -1,14 +1,13 @@
-"""Cells of whole runs: one system in one setting, what deciding and simulating cost, and bounds of what is possible.
+"""Cells of whole runs: one system in one setting, and what deciding and simulating cost.
 
-Invariant: all systems of a setting get the same trajectories. The ceiling is made of the prices that the planner uses;
-for the bound by tools nothing else takes any time, and staleness is kept.
+Invariant: all systems of a setting get the same trajectories.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from benchmarks.evaluation import baselines
@@ -16,13 +15,9 @@ from benchmarks.evaluation.baselines import Choice
 from benchmarks.evaluation.choices import chosen, kept_ours
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, made, oracle
-from libra.plan.problem import Problem
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
-from libra.trajectory import Trajectory
-
-_VERSIONS = 10  # of the policy, over the drift, that the ceiling is made of
 
 T = TypeVar("T")
 
@@ -114,78 +109,3 @@ def _clocked(call: Callable[[], T]) -> tuple[T, float]:
     began = time.process_time()
     result = call()
     return result, time.process_time() - began
-
-
-# What is possible
-
-
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """GPUs that train and generate, so that both sides take as long as each other, as nearly as GPUs can be divided."""
-
-    seconds: float  # of a step
-    training_devices: int
-    shape: str  # of the engines
-
-
-def ceiling(setting: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second over the drift, with the best split and engines for each version of the policy, if no GPU ever
-    waits: for the longest trajectory, or for weights."""
-    where = Setting(**setting)
-    planner = where.planner(early_gradients=True)
-    prompts = planner.recipe.prompts
-    seconds = tokens = 0.0
-    versions = []
-    for number in range(_VERSIONS):
-        version = round((number + 0.5) * where.steps / _VERSIONS)
-        batch = _batch(where, version, prompts)
-        best = balance(planner.request(planner.tracker(batch)).menu().problem)
-        generated = sum(trajectory.generated_tokens for trajectory in batch)
-        seconds, tokens = seconds + best.seconds, tokens + generated
-        versions.append([version, best.seconds, generated / best.seconds, best.training_devices, best.shape])
-    return {"throughput": tokens / seconds, "versions": versions}
-
-
-def balance(problem: Problem) -> Balance:
-    """The best balance of a problem with one pool of devices. Raises ValueError for more pools."""
-    (pool,) = problem.pools
-    found = []
-    for training in problem.training:
-        for option in problem.engines:
-            engines = (pool.devices - training.devices) // option.devices
-            if engines:
-                work = max(sum(row) for row in option.work) / engines
-                found.append(Balance(max(training.seconds, work), training.devices, option.shape))
-    return min(found, key=lambda it: it.seconds)
-
-
-def tool_bound(setting: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second, and the seconds of the run, if tools alone take time.
-
-    Groups start as soon as staleness lets them: as many as 1 + staleness steps train on at once, then those of one step
-    whenever a step has been made. A group has to be trained on by the step that would be too late otherwise; which
-    groups make the steps before is free.
-    """
-    where = Setting(**setting)
-    ahead = where.staleness  # steps
-    ended: list[float] = []  # seconds, by step
-    tokens, longest = 0, 0.0
-    for step in range(where.run_steps):
-        batch = _batch(where, step, where.groups_per_step)
-        tokens += sum(trajectory.generated_tokens for trajectory in batch)
-        slowest = max(_tool_seconds(trajectory) for trajectory in batch)
-        if step <= ahead:  # all of these start at once, and have until the last of these steps
-            longest = max(longest, slowest)
-            ended.append(longest if step in (ahead, where.run_steps - 1) else 0.0)
-        else:
-            ended.append(max(ended[-1], ended[step - 1 - ahead] + slowest))
-    return {"throughput": tokens / ended[-1], "seconds": ended[-1]}
-
-
-def _batch(setting: Setting, step: int, prompts: int) -> list[Trajectory]:
-    groups = (setting.episodes.group(step * prompts + number, step) for number in range(prompts))
-    return [trajectory for group in groups for trajectory in group]
-
-
-def _tool_seconds(trajectory: Trajectory) -> float:
-    return sum(turn.tool_seconds or 0.0 for turn in trajectory.turns)

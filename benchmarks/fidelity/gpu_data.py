@@ -1,222 +1,267 @@
 """Engines that were measured on a GPU, as files: what they are, single batches on a grid, and whole workloads.
 
 Invariant: a grid's iterations hold nothing of a workload. A file that is not of this format is refused by its name and
-the field.
+the field; keys that are not read are no error, and null is a key that is not there.
 
-A folder has, for each model, `MODEL.json` with `facts` (of the engine), `grid` (points) and `cases` (a row for each
-request of each workload), and where every iteration was kept `MODEL_steps.csv.gz`: the rows of the case `grid` tell
-more than the points do, what admissions take among it. Instead of a grid it may have `layers`, tables of single layers.
+A folder has, for each model, `MODEL.json` with `facts` (of the engine) and `cases` (a row for each request of each
+workload), and `MODEL_steps.csv.gz`, a row an iteration, of which those of the case `grid` are read.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from benchmarks.fidelity.fields import Fields
-from benchmarks.fidelity.gpu_grid import Intake, read_grid
-from benchmarks.fidelity.layer_tables import LayerTables, read_layers
-from libra.config.yaml_file import ConfigError, refusal
-from libra.cost.quantization import AS_STORED, Quantization
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from libra.config.yaml_file import checked, refusal
+from libra.cost.lines import least_squares
+from libra.cost.quantization import Quantization
 from libra.cost.sources.engine_fit import MeasuredIteration
 from libra.hardware.cluster import GPU, GPUS
-from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.engine.config import EngineConfig
 
-_PARTS = {"facts", "grid", "cases"}
-_MODES = ("FULL_AND_PIECEWISE", "NONE")
-_SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")
-_OTHERS = {"pcie", "nvl"}  # GPUs of one name whose memory and clocks are others than what is known of it
 _MAX_MODEL_LEN = 40_960  # of engines whose facts do not say it
+_CLOSE = 64  # tokens by which contexts of one point of a grid may differ
+_LAST = 16  # tokens of a prompt that a decode point computes: all before them is cached
 
 
-@dataclass(frozen=True, slots=True)
-class CaseRequest:
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class Facts(Part):
+    model: str
+    gpu: str
+    vllm: str = "?"
+    torch: str = "?"
+    cudagraph_mode: str
+    capture_sizes: list[PositiveInt] = []
+    max_num_batched_tokens: PositiveInt
+    max_num_seqs: PositiveInt
+    num_gpu_blocks: Annotated[int, Field(ge=2)]
+    block_size: PositiveInt
+    chunked_prefill: bool
+    async_scheduling: bool
+    max_model_len: PositiveInt | None = None
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: Literal[1] = 1  # others are not predicted
+    data_parallel_size: Literal[1] = 1
+    dtype: Literal["auto", "bfloat16", "float16", "half", "torch.bfloat16", "torch.float16"] = "auto"
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+
+    @field_validator("model")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        load_model(name)
+        return name
+
+    @field_validator("gpu")
+    @classmethod
+    def _device(cls, name: str) -> str:
+        """PCIe and NVL variants have other memory and clocks than what is known of the name."""
+        words = name.casefold().replace("-", " ").split()
+        known = [gpu.name for gpu in GPUS.values() if gpu.name.casefold() in words]
+        if not known or {"pcie", "nvl"} & set(words):
+            raise ValueError(f"{name} is none of {', '.join(GPUS)}, of SXM where there are several: measure on one")
+        return known[0]
+
+    @field_validator("cudagraph_mode")
+    @classmethod
+    def _mode(cls, name: str) -> str:
+        mode = name.rpartition(".")[2]
+        if mode not in ("FULL_AND_PIECEWISE", "NONE"):
+            raise ValueError(f"{mode} is not priced; measure with FULL_AND_PIECEWISE or NONE")
+        return mode
+
+    def config(self, longest: int) -> EngineConfig:
+        """An unsaid `max_model_len` is the model's, as far as blocks hold that, and lets the `longest` request pass."""
+        blocks = self.num_gpu_blocks - 1  # vLLM keeps one for itself
+        held = min(load_model(self.model).max_context, _MAX_MODEL_LEN, blocks * self.block_size)
+        context = self.max_model_len or max(longest, held)
+        if context < longest:
+            raise ValueError(f"facts.max_model_len is {context}, and a request of {longest} tokens was served")
+        sizes = sorted(set(self.capture_sizes)) if self.cudagraph_mode != "NONE" else []
+        return EngineConfig(
+            max_model_len=context,
+            kv_blocks=blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_chunked_prefill=self.chunked_prefill,
+            async_scheduling=self.async_scheduling,
+            capture_sizes=tuple(size for size in sizes if size <= self.max_num_batched_tokens),
+        )
+
+    def stored(self) -> Quantization:
+        weights = self.quantization.removesuffix("_marlin").casefold()
+        found = Quantization(None if weights == "none" else weights, self.kv_cache_dtype)
+        if (refused := found.refusal(load_model(self.model))) is not None:
+            raise ValueError(f"facts.{refused}")
+        return found
+
+
+class CaseRequest(Part):
     """One request, as it was measured. Times are seconds from the beginning of the case."""
 
-    arrival: float
-    first: float
-    end: float
-    prompt: int
-    output: int
-    cached: int
-    group: int | None = None  # of requests with one prompt
-    session: str | None = None  # of turns, each of which extends the prompt of the one before
-    turn: int = 0
+    arrival: NonNegativeFloat
+    first: NonNegativeFloat
+    end: NonNegativeFloat
+    prompt: PositiveInt
+    out: PositiveInt
+    cached: NonNegativeInt = 0
+    group: int | str | None = None  # of requests with one prompt
+    session: int | str | None = None  # of turns, each of which extends the prompt of the one before
+    turn: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> CaseRequest:
+        if not self.arrival < self.first <= self.end:
+            raise ValueError(f"first is {self.first}, not between arrival {self.arrival} and end {self.end}")
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRun:
-    """An engine that ran: its GPU, model and settings, its grid, and the workloads that it served."""
+class _Case(Part):
+    requests: Annotated[list[CaseRequest], Field(min_length=1)]
 
-    name: str
-    device: str
-    model: ModelSpec
-    tp: int
-    software: str
-    config: EngineConfig
-    grid: tuple[MeasuredIteration, ...]
-    layers: LayerTables | None  # instead of a grid
-    intake: Intake | None  # None: the grid does not show it
-    cases: Mapping[str, tuple[CaseRequest, ...]]
-    dp: int = 1  # ranks that divide the experts
-    quantization: Quantization = AS_STORED
-    left_out: tuple[str, ...] = ()  # cases that failed
+    @model_validator(mode="after")
+    def _alike(self) -> _Case:
+        if len({request.session is None for request in self.requests}) > 1:
+            raise ValueError("some requests have a session and some have none; measure them apart")
+        return self
+
+
+class EngineRun(Part):
+    """An engine that ran, its grid, and the workloads that it served."""
+
+    facts: Facts
+    cases: dict[str, _Case]
+
+    @field_validator("cases", mode="before")
+    @classmethod
+    def _ended(cls, cases: Any) -> Any:
+        """Without those that failed."""
+        if not isinstance(cases, dict):
+            return cases
+        return {name: it for name, it in cases.items() if not (isinstance(it, dict) and it.get("error"))}
 
     @property
     def gpu(self) -> GPU:
-        """Raises ValueError where Libra does not know it: prices are those of `layers` then."""
-        words = self.device.casefold().replace("-", " ").split()
-        known = [gpu for gpu in GPUS.values() if gpu.name.casefold() in words]
-        if not known or _OTHERS & set(words):
-            known_here = f"Libra knows {', '.join(GPUS)}, of SXM where there are several"
-            raise ValueError(f"facts.gpu is {self.device}; {known_here}: measure again on one of them")
-        return known[0]
+        return GPUS[self.facts.gpu]
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.facts.config(
+            max((it.prompt + it.out for case in self.cases.values() for it in case.requests), default=1)
+        )
 
 
-def read_runs(folder: Path) -> tuple[EngineRun, ...]:
-    """Every engine of a folder, by name. Raises `ConfigError` where a file is not of the format."""
-    read = ((path, document(path)) for path in files(folder))
-    return tuple(read_run(path, found) for path, found in read if is_run(found))
-
-
-def files(folder: Path) -> tuple[Path, ...]:
-    """The JSON files of a folder, by name."""
-    return tuple(sorted(folder.glob("*.json")))
-
-
-def document(path: Path) -> Any:
-    """Contents of a JSON file. Raises `ConfigError` where it cannot be read as JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
-        raise refusal(path, f"not JSON ({error}); measure again, or take it out of the folder") from None
-
-
-def is_run(document: object) -> bool:
-    """Whether it means to be a file of a measured engine."""
-    return isinstance(document, dict) and len(_PARTS & set(document)) > 1
+def documents(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """The JSON files of a folder, by name: what is in each, or the `ConfigError` that says why it cannot be read."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            yield path, json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, RecursionError, ValueError) as error:
+            yield path, refusal(path, f"not JSON ({error}); measure again, or take it out of the folder")
 
 
 def read_run(path: Path, document: Mapping[str, Any]) -> EngineRun:
     """Raises `ConfigError` that names the file and the field."""
+    run = checked(path, EngineRun, document)
     try:
-        return _run(path, Fields(document))
-    except (KeyError, TypeError, ValueError) as error:
-        raise refusal(path, str(error) if isinstance(error, ValueError) else f"{error!r}; measure again") from None
-
-
-def _run(path: Path, document: Fields) -> EngineRun:
-    facts = document.section("facts")
-    model = _model(facts)
-    layers = document.section("layers").data if document.given("layers") else None
-    cases, left_out = _cases(document.section("cases"))
-    config = _config(facts, model, max((it.prompt + it.output for case in cases.values() for it in case), default=1))
-    tp = facts.count("tensor_parallel_size", 1)
-    if facts.count("pipeline_parallel_size", 1) > 1:
-        raise facts.refusal("pipeline_parallel_size", "is more than 1, which is not predicted")
-    dp = facts.count("data_parallel_size", 1)
-    if dp > 1 and layers is None:
-        raise facts.refusal("data_parallel_size", "is more than 1, which is predicted from `layers` alone")
-    steps = path.with_name(f"{path.stem}_steps.csv.gz")
-    grid, intake = read_grid(document, steps, config.block_size, config.max_num_batched_tokens)
-    run = EngineRun(
-        path.stem,
-        facts.text("gpu"),
-        model,
-        tp,
-        f"vLLM {facts.text('vllm', '?')}, torch {facts.text('torch', '?')}, {facts.text('cudagraph_mode')}",
-        config,
-        grid,
-        None if layers is None else read_layers(layers, tp),
-        intake,
-        cases,
-        dp,
-        _quantization(facts, model),
-        left_out,
-    )
-    if layers is None:
-        run.gpu  # noqa: B018 - it has to be known
+        run.config, run.facts.stored()
+    except ValueError as error:
+        raise refusal(path, str(error)) from None
     return run
 
 
-def _model(facts: Fields) -> ModelSpec:
+def read_grid(path: Path, run: EngineRun) -> tuple[tuple[MeasuredIteration, ...], tuple[float, float] | None]:
+    """Iterations of the grid of an engine's file, and the seconds that it needs to take in a request and a token of it,
+    None where the grid does not show them. Raises `ConfigError`."""
+    steps = path.with_name(f"{path.stem}_steps.csv.gz")
     try:
-        return load_model(facts.text("model"))
-    except ConfigError as error:
-        raise ValueError(f"facts.model: {error}") from None
+        with gzip.open(steps, "rt", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["case"] == "grid"]
+        return _iterations(rows, run.config), _intake(rows)
+    except Exception as error:  # noqa: BLE001 - gzip, zlib, csv and what a row lacks
+        raise refusal(steps, f"cannot be read ({error!r}); measure again") from None
 
 
-def _config(facts: Fields, model: ModelSpec, longest: int) -> EngineConfig:
-    """Facts need not say `max_model_len`: it is the model's then, as far as blocks hold that, and lets the `longest`
-    request pass, which was served."""
-    mode = facts.text("cudagraph_mode").rpartition(".")[2]
-    if mode not in _MODES:
-        raise facts.refusal("cudagraph_mode", f"is {mode}; of others than {' and '.join(_MODES)} nothing is priced")
-    sizes = () if mode == "NONE" else facts.counts("capture_sizes")
-    budget, block = facts.count("max_num_batched_tokens"), facts.count("block_size")
-    blocks = facts.count("num_gpu_blocks", least=2) - 1  # vLLM keeps one for itself
-    unsaid = max(longest, min(model.max_context, _MAX_MODEL_LEN, blocks * block))
-    context = facts.count("max_model_len", unsaid)
-    if context < longest:
-        raise facts.refusal("max_model_len", f"is {context}, and a request of {longest} tokens was served")
-    return EngineConfig(
-        max_model_len=context,
-        kv_blocks=blocks,
-        block_size=block,
-        max_num_seqs=facts.count("max_num_seqs"),
-        max_num_batched_tokens=budget,
-        enable_chunked_prefill=facts.flag("chunked_prefill"),
-        async_scheduling=facts.flag("async_scheduling"),
-        capture_sizes=tuple(size for size in sizes if size <= budget),
-    )
-
-
-def _quantization(facts: Fields, model: ModelSpec) -> Quantization:
-    """Facts of an engine that stores weights and KV in 16 bits need not say so."""
-    dtype = facts.text("dtype", "auto").removeprefix("torch.")
-    if dtype not in _SIXTEEN_BITS:
-        raise facts.refusal("dtype", f"is {dtype}; engines compute in {', '.join(_SIXTEEN_BITS)} here")
-    weights = facts.text("quantization", "none").removesuffix("_marlin").casefold()
-    try:
-        found = Quantization(None if weights == "none" else weights, facts.text("kv_cache_dtype", "auto"))
-    except ValueError as error:
-        raise ValueError(f"facts.{error}") from None
-    refused = found.refusal(model)
-    if refused is not None:
-        raise ValueError(f"facts.{refused}")
-    return found
-
-
-def _cases(cases: Fields) -> tuple[dict[str, tuple[CaseRequest, ...]], tuple[str, ...]]:
-    """The cases, and the names of those that failed."""
-    read, left_out = {}, []
-    for name in cases.data:
-        case = cases.section(name)
-        if case.given("error"):
-            left_out.append(name)
+def _iterations(rows: Sequence[Mapping[str, str]], config: EngineConfig) -> tuple[MeasuredIteration, ...]:
+    """The means of a grid's iterations that are alike. Prompts of one iteration are of one length there."""
+    alike: dict[tuple[object, ...], list[MeasuredIteration]] = {}
+    before: MeasuredIteration | None = None
+    for row in rows:
+        if not int(row["us"]):
             continue
-        read[name] = tuple(map(_request, case.sections("requests")))
-        if not read[name]:
-            raise ValueError(f"cases: no request of {name} has ended; measure again, or take it out of the cases")
-        if len({request.session is None for request in read[name]}) > 1:
-            raise ValueError(f"cases.{name}: some requests have a session and some have none; measure them apart")
-    return read, tuple(left_out)
+        decodes, context, prompts = int(row["decodes"]), int(row["decode_ctx"]), int(row["prefills"])
+        chunks: tuple[tuple[int, int], ...] = ()
+        admitted = (0, 0, 0)
+        if prompts:
+            new = int(row["prefill_tokens"]) // prompts
+            cached = max(0, round(int(row["prefill_ctx"]) / int(row["prefill_tokens"]) - new / 2))
+            chunks = ((new, cached),) * prompts
+            full = before is not None and before.tokens == config.max_num_batched_tokens
+            if not (full and before and prompts == 1 and sum(before.chunks[-1]) == cached):
+                admitted = (prompts, prompts * (new + cached), prompts * cached)
+        block = config.block_size
+        shared = (decodes - 1) * ((context // decodes - 1) // block * block) if decodes else 0
+        before = MeasuredIteration(decodes, context, chunks, admitted, shared, int(row["us"]) / 1e6)
+        alike.setdefault((decodes, context // max(1, decodes) // _CLOSE, chunks, admitted), []).append(before)
+    found = []
+    for members in alike.values():
+        middle = members[len(members) // 2]
+        mean = sum(it.seconds for it in members) / len(members)
+        shape = (middle.decodes, middle.context, middle.chunks, middle.admitted, middle.shared)
+        found.append(MeasuredIteration(*shape, mean, len(members)))
+    return tuple(found)
 
 
-def _request(row: Fields) -> CaseRequest:
-    arrival, first, end = row.number("arrival"), row.number("first"), row.number("end")
-    if not arrival < first <= end:
-        raise row.refusal("first", f"is {first}, not between arrival {arrival} and end {end}")
-    for key in ("group", "session"):
-        if not isinstance(row.data.get(key), str | int | None):
-            raise row.refusal(key, "is neither text nor a number")
-    return CaseRequest(
-        *(arrival, first, end),
-        *(row.count("prompt"), row.count("out"), row.count("cached", 0, least=0)),
-        *(row.data.get("group"), row.data.get("session"), row.count("turn", 0, least=0)),  # type: ignore[arg-type]
-    )
+def _intake(rows: Sequence[Mapping[str, str]]) -> tuple[float, float] | None:
+    """From the time between two iterations in which the requests of a decode point were taken in. The more of it there
+    is with the number of requests; what is the same for all points of a context is the making of its prompt."""
+    taken: list[tuple[int, int, float]] = []  # context, requests, seconds
+    for last, row in pairwise(rows):
+        prompts, tokens = int(row["prefills"]), int(row["prefill_tokens"])
+        begun = int(last["waiting"]) > 0  # they were taken in before that iteration
+        if prompts and not int(row["decodes"]) and tokens == _LAST * prompts and not begun:
+            context = (int(row["prefill_ctx"]) // tokens - _LAST // 2) + _LAST
+            gap = float(row["start_s"]) - float(last["start_s"]) - int(last["us"]) / 1e6
+            taken.append((context, prompts + int(row["waiting"]), gap))
+    contexts = sorted({context for context, _, _ in taken})
+    contexts = [one for one in contexts if len({n for context, n, _ in taken if context == one}) > 2]
+    taken = [it for it in taken if it[0] in contexts]
+    if len(contexts) < 2:
+        return None
+    gaps = np.array([gap for _, _, gap in taken])
+    columns = np.array([[float(context == one) for one in contexts] + [n, n * context] for context, n, _ in taken])
+    trust = np.ones(len(taken))
+    for _ in range(20):  # a gap that is far off had something else in it: its weight falls
+        weights = trust / gaps
+        fitted = least_squares(columns * weights[:, None], gaps * weights)
+        off = np.abs(columns @ fitted / gaps - 1)
+        usual = max(float(np.median(off)), 1e-6)
+        trust = usual / np.maximum(off, usual)
+    return float(fitted[-2]), float(fitted[-1])

@@ -1,222 +1,199 @@
-"""Predictions of engines that ran on GPUs, beside what they did: prices by kernels alone, by default, and fitted.
+"""Engines that ran on GPUs, beside what they are predicted to do: at prices by kernels alone, by default, and fitted.
 
-Invariant: a model is predicted from its own grid and from defaults, or from tables of its layers; no workload goes into
-a fit, and no model into another's.
+Invariant: a model is predicted from its own grid and from defaults; no workload goes into a fit, and no model into
+another's. Of what was measured the simulator knows only the arrivals that nothing in the workload brings about: those
+of an open loop, and the first of a closed one.
 
-    python -m benchmarks.fidelity --gpu-runs FOLDER [--save FOLDER] [--json FILE]
+Requests of a group have one prompt. Turns of a session extend the prompt of the turn before, not what was generated;
+sessions share what all their first prompts had cached. A session's next turn comes when the one before has ended, and
+where a session ends the next one begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from benchmarks.fidelity.gpu_cases import measured_outcomes, predicted_outcomes
-from benchmarks.fidelity.gpu_data import EngineRun, document, files, is_run, read_run
-from benchmarks.fidelity.layer_tables import LayerCost, RanksCost
-from benchmarks.fidelity.summary import Summary, errors, summarize
-from benchmarks.rows import Row
+from benchmarks.fidelity.gpu_data import CaseRequest, EngineRun, documents, read_grid, read_run
+from benchmarks.rows import Row, at_most
 from libra.config.yaml_file import ConfigError, refusal
 from libra.cost.grid import EngineProfile
 from libra.cost.host import default_host
 from libra.cost.kernels import default_terms
 from libra.cost.sources.engine_fit import EngineFit, fit_engine
 from libra.cost.sources.expert_tables import routed_evenly
+from libra.cost.sources.files import save_fit
 from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import NoTablesError, tables
-from libra.sim.engine.config import EngineConfig
+from libra.hardware.cluster import GPU
+from libra.hardware.model_file import load_model
+from libra.sim.clock import seconds, ticks
+from libra.sim.cluster import SimCluster
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.engine.group_cost import Graph, GroupCost
-from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.request import Chain, Request
+from libra.sim.workload.requests import Requests
 
-METRICS = (
-    *("throughput", "makespan", "ttft_mean", "ttft_p99"),
-    *("tpot_mean", "tpot_p99", "latency_mean", "latency_p99"),
-)
-_WAITS = METRICS[2:]  # what requests wait for
-MAKESPAN, WAITS, MEAN = 0.04, 0.08, 0.05  # of a fit: of each workload, and mean over them
-PLAIN_MAKESPAN, PLAIN_LATENCY = 0.08, 0.12  # of defaults
-LAYERS = {"makespan": 0.02, "tpot_mean": 0.02, "latency_mean": 0.022}  # of tables of layers: each workload
+_WAITS = ("ttft_mean", "ttft_p99", "tpot_mean", "tpot_p99", "latency_mean", "latency_p99")
+METRICS = ("makespan", *_WAITS)
+MAKESPAN, WAITS, MEAN = 4.0, 8.0, 5.0  # percent of a fit: of each workload, and mean over them
+PLAIN = {"makespan": 8.0, "latency_mean": 12.0}  # percent of defaults
+
+Times = tuple[float, float, float, int]  # seconds of arrival, first token and end, and tokens generated
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    fit: EngineFit
-    profile: EngineProfile  # with the fit
+def gpu_rows(folder: Path, save: Path | None) -> tuple[list[Row], list[ConfigError], GPU | None]:
+    """Errors of every engine of a folder, in percent, above 0 predicted too large; why others could not be predicted;
+    and the GPU of the first. Fits are kept in `save`."""
+    rows, refused, gpus = list[Row](), list[ConfigError](), list[GPU]()
+    for path, document in documents(folder):
+        if isinstance(document, dict) and {"facts", "cases"} <= set(document):
+            try:
+                run = read_run(path, document)
+                fit, prices = _prices(path, run)
+            except ConfigError as error:
+                refused.append(error)
+                continue
+            if save is not None:
+                save_fit(save / f"{path.stem}.host.json", fit)
+            gpus.append(run.gpu)
+            rows.append(Row(f"{path.stem}, fit", "held-out error of grid iterations", 100 * fit.heldout_error, "%"))
+            rows += _rows(path.stem, run, prices)
+    return rows, refused, gpus[0] if gpus else None
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """One engine's workloads at three prices; errors are relative and signed, above 0 is predicted too large."""
-
-    run: EngineRun
-    fitted: Fitted | None  # None: prices are those of tables of layers
-    measured: Mapping[str, Summary]  # by workload
-    predicted: Mapping[str, Mapping[str, Summary]]  # by price, by workload
-
-    def errors(self, price: str, workload: str) -> Summary:
-        return errors(self.predicted[price][workload], self.measured[workload])
-
-    def mean_error(self, price: str, metric: str) -> float:
-        return fmean(abs(getattr(self.errors(price, name), metric)) for name in self.measured)
-
-
-def predict_all(folder: Path) -> tuple[tuple[Predicted, ...], tuple[ConfigError, ...]]:
-    """Every engine of a folder, and why others could not be: a file is not of the format, or has too little of a
-    grid."""
-    predicted, refused = [], []
-    for path in files(folder):
-        try:
-            found = document(path)
-            if is_run(found):
-                predicted.append(_predict_file(path, found))
-        except ConfigError as error:
-            refused.append(error)
-    return tuple(predicted), tuple(refused)
-
-
-def _predict_file(path: Path, found: Mapping[str, Any]) -> Predicted:
-    run = read_run(path, found)
+def _prices(path: Path, run: EngineRun) -> tuple[EngineFit, dict[str, EngineProfile]]:
+    """Kernels are of tables where there are any, else of the roofline. Weights of these runs are random: all experts
+    are asked for alike."""
+    model, tp, stored = load_model(run.facts.model), run.facts.tensor_parallel_size, run.facts.stored()
     try:
-        return _predict(run)
+        kernels = routed_evenly(run.gpu, model, tables(run.gpu, model, [tp], quantization=stored), stored)
+    except NoTablesError:
+        kernels = roofline(run.gpu, model, [tp], quantization=stored)
+    grid, intake = read_grid(path, run)
+    host = replace(default_host(model.layers), overlapped=run.config.async_scheduling)
+    terms, experts = default_terms(model.layers), model.experts is not None
+    source = f"measured: {path.stem} on {run.gpu.name}, vLLM {run.facts.vllm}, torch {run.facts.torch}"
+    try:
+        fit = fit_engine(kernels.grid(tp), run.config.capture_sizes, grid, host, terms, source, experts=experts)
     except ValueError as error:
         raise refusal(path, str(error)) from None
+    if intake is not None:
+        fitted = replace(fit.host, admission=fit.host.admission + intake[0], context_token=intake[1])
+        fit = replace(fit, host=fitted)
+    prices = {"kernels alone": kernels, "default": kernels.beside(host, terms)}
+    return fit, prices | {"fitted": kernels.beside(fit.host, fit.terms)}
 
 
-def rows(predicted: Sequence[Predicted]) -> list[Row]:
-    """In percent; bars are of the fitted and of the default prices, or of those by layers."""
-    made = []
-    for one in predicted:
-        name = one.run.name
-        if one.fitted is None:
-            for workload in one.measured:
-                found = one.errors("layers", workload)
-                made += [
-                    _row(
-                        f"{name}, {workload}, layers", f"error of {metric}", getattr(found, metric), LAYERS.get(metric)
-                    )
-                    for metric in METRICS[1:]
-                ]
-            continue
-        fit = one.fitted.fit
-        made.append(Row(f"{name}, fit", "held-out error of grid iterations", 100 * fit.heldout_error, "%"))
-        for metric in METRICS[1:] if one.measured else ():
-            error = one.mean_error("fitted", metric)
-            made.append(_row(f"{name}, fitted", f"mean error of {metric}", error, MEAN))
-        for workload in one.measured:
-            found = one.errors("fitted", workload)
-            for metric in METRICS[1:]:
-                most = WAITS if metric in _WAITS else MAKESPAN
-                made.append(_row(f"{name}, {workload}, fitted", f"error of {metric}", getattr(found, metric), most))
-            plain = one.errors("default", workload)
-            case = f"{name}, {workload}, default"
-            made.append(_row(case, "error of makespan", plain.makespan, PLAIN_MAKESPAN))
-            made.append(_row(case, "error of latency_mean", plain.latency_mean, PLAIN_LATENCY))
-    return made
+def _rows(name: str, run: EngineRun, prices: Mapping[str, EngineProfile]) -> Iterator[Row]:
+    sums: dict[str, dict[str, list[float]]] = {price: {metric: [] for metric in METRICS} for price in prices}
+    for workload, case in run.cases.items():
+        measured = summary((it.arrival, it.first, it.end, it.out) for it in case.requests)
+        for price, profile in prices.items():
+            # Graphs belong to the host's part: kernels alone are not padded.
+            config = run.config if profile.host.priced else replace(run.config, capture_sizes=())
+            cost = GridCost(profile.grid(run.facts.tensor_parallel_size), config)
+            found = summary(served(case.requests, EngineSpec("engine", config, cost)))
+            for metric in METRICS:
+                error = 100 * (found[metric] / measured[metric] - 1)
+                sums[price][metric].append(abs(error))
+                bars = {"fitted": WAITS if metric in _WAITS else MAKESPAN, "default": PLAIN.get(metric)}
+                limit = bars.get(price)
+                yield replace(
+                    at_most(f"{name}, {workload}, {price}", f"error of {metric}", abs(error), "%", limit), value=error
+                )
+    for price, metrics in sums.items():
+        for metric, its in metrics.items():
+            if its:
+                limit = MEAN if price == "fitted" else None
+                yield at_most(f"{name}, {price}", f"mean error of {metric}", fmean(its), "%", limit)
 
 
-def show(predicted: Sequence[Predicted], console: Console) -> None:
-    """Print the measured values and the errors of each price, workload by workload."""
-    for one in predicted:
-        _show_prices(one, console)
-        for name in one.run.left_out:
-            console.print(f"{name} is left out: it failed")
-        if not one.measured:
-            continue
-        table = Table()
-        for column in ("workload", "", *METRICS):
-            table.add_column(column, justify="left" if column in ("workload", "") else "right")
-        for name, found in one.measured.items():
-            table.add_row(name, "measured", *(f"{getattr(found, metric):,.4g}" for metric in METRICS))
-            for price in one.predicted:
-                wrong = one.errors(price, name)
-                table.add_row("", price, *(f"{100 * getattr(wrong, metric):+.1f} %" for metric in METRICS))
-        for price in one.predicted:
-            means = (f"{100 * one.mean_error(price, metric):.1f} %" for metric in METRICS)
-            table.add_row("mean absolute error" if price == next(iter(one.predicted)) else "", price, *means)
-        console.print(table)
+def summary(requests: Iterable[Times]) -> dict[str, float]:
+    arrival, first, end, tokens = np.array(list(requests)).T
+    many = tokens > 1
+    between = ((end - first) / np.maximum(1, tokens - 1))[many] if many.any() else np.zeros(1)
+    waits = {"ttft": first - arrival, "tpot": between, "latency": end - arrival}
+    found = {f"{name}_mean": float(values.mean()) for name, values in waits.items()}
+    for name, values in waits.items():  # the least value that 99 % do not exceed
+        found[f"{name}_p99"] = float(np.percentile(values, 99, method="inverted_cdf"))
+    return found | {"makespan": float(end.max() - arrival.min())}
 
 
-def _show_prices(one: Predicted, console: Console) -> None:
-    run = one.run
-    if one.fitted is None:
-        console.print(f"[bold]{run.name}[/bold] on {run.device}, {run.software}; kernels: tables of its layers")
-        return
-    fit, profile = one.fitted.fit, one.fitted.profile
-    host, terms = profile.host, profile.terms
-    console.print(f"[bold]{run.name}[/bold] on {run.gpu.name}, {run.software}; kernels: {profile.source}")
-    console.print(
-        f"host: {1e3 * host.iteration:.2f} ms an iteration, {1e6 * host.request:.1f} us a request,"
-        f" {1e3 * host.admission:.2f} ms an admission, {1e6 * host.context_token:.3f} us a token of it,"
-        f" {1e6 * host.cached_token:.3f} us a cached one; at least {1e3 * host.piecewise:.1f} ms with prefill,"
-        f" {1e3 * host.eager:.1f} ms without a graph"
-    )
-    console.print(
-        f"kernels: linear layers with prefill x {terms.linear:.3f}, {1e9 * terms.longest:.0f} ns a token of the"
-        f" longest context, shared tokens at {1 - terms.shared:.2f} of their price, spread x {terms.spread:.2f},"
-        f" decodes x {terms.decode:.2f};"
-        f" error of {len(run.grid)} grid iterations {fit.error:.1%}, held out {fit.heldout_error:.1%}"
-    )
+def served(case: Sequence[CaseRequest], engine: EngineSpec) -> list[Times]:
+    """Times of the requests on the simulated engine."""
+    closed = Sessions(case) if case[0].session is not None else None
+    opened = Requests(lambda: sorted(requests(case), key=lambda it: (it.arrival, it.number)), {})
+    cluster = SimCluster([engine], closed or opened)
+    cluster.run()
+    found = []
+    for it in sorted(cluster.requests, key=lambda it: it.number):
+        assert it.first_token is not None and it.finish is not None
+        # The first of a closed loop were there when they came, though the engine began with all of them.
+        early = closed is not None and it.number in closed.first
+        arrival = ticks(case[it.number].arrival) if early else it.arrival
+        found.append((seconds(arrival), seconds(it.first_token), seconds(it.finish), it.output_tokens))
+    return found
 
 
-def _predict(run: EngineRun) -> Predicted:
-    measured = {name: summarize(measured_outcomes(case)) for name, case in run.cases.items()}
-    if run.layers is not None:
-        ranks = (run.dp, RanksCost(run.layers, run.config)) if run.dp > 1 else None
-        cost = LayerCost(run.layers, run.config) if ranks is None else ranks[1].rank(Graph("NONE"))
-        return Predicted(run, None, measured, {"layers": _served(run, run.config, cost, ranks)})
-    kernels = _kernels(run)
-    layers = run.model.layers
-    host, terms = replace(default_host(layers), overlapped=run.config.async_scheduling), default_terms(layers)
-    source = f"measured: {run.name} on {run.gpu.name}, {run.software}"
-    experts = run.model.experts is not None
-    fit = fit_engine(kernels.grid(run.tp), run.config.capture_sizes, run.grid, host, terms, source, experts=experts)
-    if run.intake is not None:
-        admission = fit.host.admission + run.intake.request
-        fit = replace(fit, host=replace(fit.host, admission=admission, context_token=run.intake.token))
-    profiles = {
-        "kernels alone": kernels,
-        "default": kernels.beside(host, terms),
-        "fitted": kernels.beside(fit.host, fit.terms),
-    }
-    return Predicted(
-        run,
-        Fitted(fit, profiles["fitted"]),
-        measured,
-        {price: _served_by(run, profile) for price, profile in profiles.items()},
-    )
+def requests(case: Sequence[CaseRequest]) -> list[Request]:
+    """The requests in their order, each on a chain that begins as those do with which it shares a prompt."""
+    shared = Chain("shared")
+    common = min((it.cached for it in case if it.session is not None and it.turn == 0 and it.cached), default=0)
+    prompts: dict[object, tuple[Chain, int]] = {}  # of a group or a session: the last prompt, and its tokens
+    found = []
+    for number, it in enumerate(case):
+        chain: Chain | None = None
+        if it.group is not None:
+            whole, _ = prompts.setdefault(it.group, (Chain(f"group {it.group}"), it.prompt))
+            chain = Chain(f"{whole.name}, {number}", whole, it.prompt)
+        elif it.session is not None:
+            before, fork = prompts.get(it.session, (shared, min(common, it.prompt)))
+            chain = Chain(f"{it.session}, turn {it.turn}", before, fork)
+            prompts[it.session] = (chain, it.prompt)
+        found.append(Request(number, ticks(it.arrival), it.prompt, it.out, chain=chain))
+    return found
 
 
-def _served_by(run: EngineRun, profile: EngineProfile) -> dict[str, Summary]:
-    # Graphs belong to the host's part: kernels alone are not padded.
-    config = run.config if profile.host.priced else replace(run.config, capture_sizes=())
-    return _served(run, config, GridCost(profile.grid(run.tp), config))
+class Sessions:
+    """`Workload` of sessions. The number that run at a time is that of sessions begun before the first one ended."""
 
+    def __init__(self, case: Sequence[CaseRequest]) -> None:
+        self._case = case
+        turns: dict[object, list[int]] = {}
+        for number, it in sorted(enumerate(case), key=lambda entry: entry[1].arrival):
+            turns.setdefault(it.session, []).append(number)
+        self._turns = list(turns.values())
+        ended = min(case[numbers[-1]].end for numbers in self._turns)
+        self._together = sum(case[numbers[0]].arrival < ended for numbers in self._turns)
+        self.first = frozenset(numbers[0] for numbers in self._turns[: self._together])
+        self._follows = {before: after for numbers in self._turns for before, after in pairwise(numbers)}
 
-def _served(
-    run: EngineRun, config: EngineConfig, cost: IterationCost, ranks: tuple[int, GroupCost] | None = None
-) -> dict[str, Summary]:
-    return {name: summarize(predicted_outcomes(case, config, cost, ranks)) for name, case in run.cases.items()}
+    def start(self) -> Iterator[Request]:
+        self._requests = requests(self._case)
+        self._begun = self._together
+        opening = [self._requests[number] for number in sorted(self.first)]
+        at = max(request.arrival for request in opening)  # the engine begins once all of them are there
+        for request in opening:
+            request.arrival = at
+        return iter(opening)
 
+    def finished(self, request: Request, now: int) -> Request | None:
+        number = self._follows.get(request.number)
+        if number is None:
+            if self._begun == len(self._turns):
+                return None
+            number = self._turns[self._begun][0]
+            self._begun += 1
+        follower = self._requests[number]
+        follower.arrival = now
+        return follower
 
-def _kernels(run: EngineRun) -> EngineProfile:
-    """Tables where there are any, else the roofline. Weights of these runs are random: all experts are asked for
-    alike."""
-    try:
-        return routed_evenly(
-            run.gpu, run.model, tables(run.gpu, run.model, [run.tp], quantization=run.quantization), run.quantization
-        )
-    except NoTablesError:
-        return roofline(run.gpu, run.model, [run.tp], quantization=run.quantization)
-
-
-def _row(case: str, metric: str, error: float, most: float | None) -> Row:
-    if most is None:
-        return Row(case, metric, 100 * error, "%")
-    return Row(case, metric, 100 * error, "%", f"at most {100 * most:g} %", abs(error) <= most)
+    def describe(self) -> dict[str, Any]:
+        return {"name": "sessions", "sessions": len(self._turns), "together": self._together}

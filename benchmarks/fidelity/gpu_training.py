@@ -6,19 +6,17 @@ Invariant: a step is priced as it ran, eagerly and on one device in one micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
-from benchmarks.fidelity.fields import Fields
-from benchmarks.fidelity.gpu_data import document, files
+from benchmarks.fidelity.gpu_data import Part, documents
 from benchmarks.rows import Row, at_most, none
 from libra.config.recipe import TrainingBytes
-from libra.config.yaml_file import ConfigError, refusal
+from libra.config.yaml_file import ConfigError, refusal, valid
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import training_memory
@@ -29,118 +27,75 @@ from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model_file import load_model
 from libra.hardware.parallel import ParallelLayout, Recompute
 
-TIME, MEMORY = 0.10, 0.08  # mean over the sizes; each
-_BYTES = {  # AdamW's moments have the parameters' type
-    "torch.float32": TrainingBytes(4, 4, 8, compute=2),
-    "torch.bfloat16": TrainingBytes(2, 2, 4),
-}
-_LARGEST = "torch.float32"
+TIME, MEMORY = 10.0, 8.0  # percent: mean over the sizes; each
+_BYTES = {"torch.float32": TrainingBytes(4, 4, 8, compute=2), "torch.bfloat16": TrainingBytes(2, 2, 4)}
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One size. Seconds are of forward, backward and update; without them it ran out of memory."""
+class _Step(Part):
+    """One size. Seconds are of forward, backward and update; with an `error` it ran out of memory. AdamW's moments have
+    the parameters' type; of a step that failed it was not written, and is that of the model's others."""
 
-    name: str
-    measured: float | None
-    predicted: float
-    peak: float  # bytes
-    predicted_peak: float  # without what a margin is for: the CUDA context, fragmentation
-    possible: bool  # by the price, margin included
+    model: str
+    recompute: bool
+    seq: PositiveInt
+    batch: PositiveInt
+    param_dtype: Literal["torch.float32", "torch.bfloat16"] | None = None
+    error: str | None = None
+    forward_backward: PositiveFloat = 0
+    optimizer: NonNegativeFloat = 0
+    peak_bytes: PositiveFloat
+
+    @field_validator("model")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        load_model(name)
+        return name
 
 
-def price_steps(folder: Path, gpu: GPU) -> tuple[tuple[Step, ...], tuple[ConfigError, ...]]:
-    """Priced steps of the folder's files that are lists, such as `training.json`, and the reasons for refused rows:
-    not of the format, or of a model or a type that is not known."""
-    steps: list[Step] = []
-    refused: list[ConfigError] = []
-    for path in files(folder):
-        try:
-            found = document(path)
-        except ConfigError as error:
-            refused.append(error)
-            continue
-        if not isinstance(found, list):
-            continue
-        rows = [Fields(row if isinstance(row, dict) else {}, f"[{place}]") for place, row in enumerate(found)]
-        # Of a step that ran out of memory the type was not written: that of the model's others.
-        types = {row.data.get("model"): row for row in rows if row.given("param_dtype")}
-        for row in rows:
+def training_rows(folder: Path, gpu: GPU) -> tuple[list[Row], list[ConfigError]]:
+    """Errors of the steps of the folder's files that are lists, such as `training.json`, in percent; and the reasons
+    for refused files and rows."""
+    steps, refused = list[_Step](), list[ConfigError]()
+    for path, document in documents(folder):
+        if isinstance(document, ConfigError):
+            refused.append(document)
+        for place, row in enumerate(document if isinstance(document, list) else ()):
             try:
-                steps.append(_step(row, gpu, _state(types.get(row.data.get("model")))))
+                steps.append(valid(_Step, row, f"[{place}]"))
             except ValueError as error:
                 refused.append(refusal(path, str(error)))
-    return tuple(steps), tuple(refused)
+    return list(_rows(steps, gpu)), refused
 
 
-def _state(row: Fields | None) -> TrainingBytes:
-    dtype = _LARGEST if row is None else row.text("param_dtype")
-    if row is not None and dtype not in _BYTES:
-        raise row.refusal("param_dtype", f"is {dtype}, none of {', '.join(_BYTES)}")
-    return _BYTES[dtype]
+def _rows(steps: list[_Step], gpu: GPU) -> Iterator[Row]:
+    dtypes = {it.model: it.param_dtype for it in steps if it.param_dtype is not None}
+    times, peaks, wrong, missed = list[float](), list[float](), 0, 0
+    for it in steps:
+        seconds, peak, whole = priced(it, gpu, _BYTES[dtypes.get(it.model, "torch.float32")])
+        if it.error is not None:
+            wrong += whole <= gpu.memory
+            continue
+        missed += whole > gpu.memory
+        times.append(100 * (seconds / (it.forward_backward + it.optimizer) - 1))
+        peaks.append(100 * (peak / it.peak_bytes - 1))
+        case = f"{it.model}, {it.batch} x {it.seq:,}, recomputation {'full' if it.recompute else 'none'}"
+        yield Row(case, "error of seconds", times[-1], "%")
+        yield Row(case, "error of peak memory", peaks[-1], "%")
+    if times:
+        yield at_most("training", "mean error of seconds", fmean(map(abs, times)), "%", TIME)
+        yield at_most("training", "largest error of peak memory", max(map(abs, peaks)), "%", MEMORY)
+        yield none("training", "called possible, ran out of memory", wrong)
+        yield Row("training", "called impossible, ran", missed, "")
 
 
-def rows(steps: Sequence[Step]) -> list[Row]:
-    """In percent."""
-    done = [step for step in steps if step.measured is not None]
-    if not done:
-        return []
-    times = [_relative(step.predicted, step.measured) for step in done]
-    peaks = [_relative(step.predicted_peak, step.peak) for step in done]
-    wrong = sum(step.possible for step in steps if step.measured is None)
-    missed = sum(not step.possible for step in done)
-    return [
-        at_most("training", "mean error of seconds", 100 * fmean(map(abs, times)), "%", 100 * TIME),
-        at_most("training", "largest error of peak memory", 100 * max(map(abs, peaks)), "%", 100 * MEMORY),
-        none("training", "called possible, ran out of memory", wrong),
-        Row("training", "called impossible, ran", missed, ""),
-    ]
-
-
-def show(steps: Sequence[Step], gpu: GPU, console: Console) -> None:
-    if not steps:
-        return
-    table = Table(title=f"training steps, eager, {gpu.name}")
-    for column in ("step", "seconds", "predicted", "error", "peak, GB", "predicted", "error", "possible"):
-        table.add_column(column, justify="left" if column == "step" else "right")
-    for step in steps:
-        ran = step.measured is not None
-        table.add_row(
-            step.name,
-            f"{step.measured:.3f}" if step.measured is not None else "out of memory",
-            f"{step.predicted:.3f}",
-            f"{100 * _relative(step.predicted, step.measured):+.1f} %" if ran else "",
-            f"{step.peak / 1e9:.1f}",
-            f"{step.predicted_peak / 1e9:.1f}",
-            f"{100 * _relative(step.predicted_peak, step.peak):+.1f} %" if ran else "",
-            "yes" if step.possible else "no",
-        )
-    console.print(table)
-
-
-def _step(row: Fields, gpu: GPU, state: TrainingBytes) -> Step:
-    name, length, count = row.text("model"), row.count("seq"), row.count("batch")
-    try:
-        model = load_model(name)
-    except ConfigError as error:
-        raise ValueError(f"{row.name}.model: {error}") from None
-    recompute: Recompute = "full" if row.flag("recompute") else "none"
-    layout = ParallelLayout(1, 1, 1, 1, 1, length * count, recompute, "zero1", True)
+def priced(step: _Step, gpu: GPU, state: TrainingBytes) -> tuple[float, float, float]:
+    """Seconds, and bytes at the peak: without what a margin is for (the CUDA context, fragmentation), and with it."""
+    model, tokens = load_model(step.model), step.seq * step.batch
+    recompute: Recompute = "full" if step.recompute else "none"
+    layout = ParallelLayout(1, 1, 1, 1, 1, tokens, recompute, "zero1", True)
     nodes = NodeClass("node", 1, 1, gpu, gpu.link, 25e9)
-    batch = Batch((float(length),), (float(count),))
+    batch = Batch((float(step.seq),), (float(step.batch),))
     work = Work(model, batch, state, "none", gpu, training_rates(gpu, "bf16", "eager"), fabric(nodes))
-    step = train_step(work, layout)
-    memory = training_memory(model, layout, length * count, gpu.memory, state, "none", "eager", accumulated=False)
-    return Step(
-        f"{name}, {count} x {length:,}, recomputation {recompute}",
-        None if row.given("error") else row.positive("forward_backward") + row.number("optimizer"),
-        step.total - step.forwards,
-        row.positive("peak_bytes"),
-        memory.total - memory.margin,
-        memory.total <= gpu.memory,
-    )
-
-
-def _relative(predicted: float, measured: float | None) -> float:
-    assert measured is not None
-    return predicted / measured - 1
+    found = train_step(work, layout)
+    memory = training_memory(model, layout, tokens, gpu.memory, state, "none", "eager", accumulated=False)
+    return found.total - found.forwards, memory.total - memory.margin, memory.total

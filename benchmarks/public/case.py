@@ -5,15 +5,11 @@ Invariant: a case has a price or the reason why it has none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_most, never
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +40,20 @@ class CaseGroup:
     cases: Sequence[PublicCase]
     mean_bar: float | None = None
 
-    @property
-    def mean_error(self) -> float:
-        """Mean of the absolute errors of all cases that have a price."""
-        return fmean(abs(case.error) for case in self.cases if case.error is not None)
-
-    def show(self, console: Console) -> None:
-        table = Table(title=f"{self.name}, {self.unit}", title_justify="left")
-        for column in ("case", "published", "priced", "error", "bar", "met", "note"):
-            table.add_column(column, justify="left" if column in ("case", "met", "note") else "right")
-        for case in self.cases:
-            refused = case.error is None
-            table.add_row(
-                escape(case.name),
-                f"{case.published:,.6g}",
-                "refused" if case.priced is None else f"{case.priced:,.6g}",
-                "" if case.error is None else f"{case.error:+.1%}",
-                f"{case.bar:.1%}",
-                "yes" if case.met else "no",
-                escape(case.note) if refused or len(case.note) < 60 else escape(case.note[:57] + "..."),
-            )
-        console.print(table)
-
-    def rows(self) -> list[Row]:
-        """The errors in percent, then their mean and the number that is refused."""
-        found = [
-            Row(
-                f"{self.name}: {case.name}",
-                "error",
-                100 * case.error,
-                "%",
-                f"at most {case.bar:.1%} either way",
-                case.met,
-            )
-            for case in self.cases
-            if case.error is not None
-        ]
-        refused = sum(case.error is None for case in self.cases)
-        if found:
-            mean = self.mean_error
-            goal = None if self.mean_bar is None else f"at most {self.mean_bar:.0%}"
-            met = None if self.mean_bar is None else mean <= self.mean_bar
-            found.append(Row(self.name, "mean absolute error", 100 * mean, "%", goal, met))
-        return [*found, Row(self.name, "refused", refused, "cases", "none", refused == 0)]
+    def rows(self) -> Iterator[Row]:
+        """The errors in percent, then the mean of their sizes, and how many are within their bars and refused."""
+        errors = []
+        for it in self.cases:
+            if it.error is None:
+                continue
+            errors.append(100 * abs(it.error))
+            both = f"{it.priced:,.6g} for {it.published:,.6g} {self.unit}"
+            note = f"{both}: {it.note}" if it.note else both
+            goal = f"at most {it.bar:.1%} either way"
+            yield Row(f"{self.name}: {it.name}", "error", 100 * it.error, "%", goal, it.met, note)
+        limit = None if self.mean_bar is None else 100 * self.mean_bar
+        yield at_most(self.name, "mean absolute error", fmean(errors), "%", limit)
+        within, number = sum(it.met for it in self.cases), len(self.cases)
+        yield Row(self.name, "within their bars", within, f"of {number}", "all", within == number)
+        refused = [f"{it.name}: {it.note}" for it in self.cases if it.error is None]
+        yield never(self.name, "refused", refused, f"{number} cases")

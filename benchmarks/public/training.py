@@ -4,7 +4,10 @@ Invariant: a row is priced as one optimiser step of pre-training: forward, backw
 passes that reinforcement learning adds. What a layout of Libra's cannot express is in the row's `note`.
 
 Experts are routed as by the source's benchmark, which decides what is exchanged. Beside tensor parallelism they are
-whole, as in the recipes of Megatron Bridge.
+whole, as in the recipes of Megatron Bridge. MXFP8 is priced as FP8 with one scale a tensor.
+
+`RELEASE` is what one release of Megatron Bridge published in FP8, MXFP8 and bf16, but for hybrid models, whatever its
+error: `ROWS` were chosen, and these were not.
 
 Sources: the performance summaries of NeMo AutoModel (docs/performance-summary.mdx) and of Megatron Bridge
 (docs/performance-summary-archive.md, containers 25.09 to 26.06), and torchtitan's benchmarks
@@ -16,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from benchmarks.public.case import CaseGroup, PublicCase
-from libra.config.recipe import TrainingBytes
+from libra.config.recipe import Dtype, Recipe
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_passes import Work
@@ -33,7 +37,6 @@ from libra.hardware.model_file import load_model
 from libra.hardware.parallel import ParallelLayout, Recompute
 
 DENSE, EXPERTS = 0.15, 0.25
-_ADAMW = TrainingBytes(weights=2, gradients=2, states=12)
 _NETWORK = 400e9  # bytes/s of a node: 400 Gb/s a GPU, of eight
 # torchtitan's H100 have HBM2e of 2.4 TB/s and a limit of 500 W; their FLOP/s are not known.
 _H100_500W = replace(GPUS["H100"], bandwidth=2.4e12)
@@ -52,11 +55,13 @@ class PublishedRate:
     layout: ParallelLayout
     note: str = ""
     halved: bool = False  # every second layer is computed again: the mean of the seconds with none and with all
-    fitted: bool = False  # one of those that `_EXPERTS` of `libra.cost.sources.rates` was fitted to
+    fitted: bool = False  # one that a constant of its price was fitted to
+    dtype: Dtype = "bf16"  # of the products
 
     @property
     def name(self) -> str:
-        return f"{self.model.name.rpartition('/')[2]}, {self.layout.devices} {self.gpu.name}, {self.source}"
+        dtype = "" if self.dtype == "bf16" else f" {self.dtype}"
+        return f"{self.model.name.rpartition('/')[2]}, {self.layout.devices} {self.gpu.name}{dtype}, {self.source}"
 
 
 def _layout(
@@ -89,6 +94,9 @@ def _even(model: ModelSpec) -> ModelSpec:
 
 _V3, _Q30, _Q235 = map(load_model, ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"))
 _L8, _L70 = map(load_model, ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"))
+# meta-llama/Llama-3.1-405B and openai/gpt-oss-120b, config.json; sinks and biases have no price of their own.
+_L405 = decoder("Llama-3.1-405B", 126, 16384, 128, 8, 128, 53248, 128256, False, 131072)
+_OSS = decoder("gpt-oss-120b", 36, 2880, 64, 8, 64, 2880, 201088, False, 131072, experts=Experts(128, 4, 2880))
 # moonshotai/Kimi-K2-Instruct, config.json: DeepSeek-V3 with more experts and fewer heads, one layer of them dense.
 _K2 = decoder(
     *("Kimi-K2", 61, 7168, 64, 64, 192, 18432, 163840, False, 131072),
@@ -99,7 +107,6 @@ _K2 = decoder(
 )
 _AUTO, _BRIDGE, _TITAN = "NeMo AutoModel", "Megatron Bridge", "torchtitan"
 _H100, _A100 = GPUS["H100"], GPUS["A100"]
-_FP8 = "the source multiplies in FP8, the price is of bf16"
 
 
 def _auto(
@@ -110,12 +117,25 @@ def _auto(
 
 
 def _bridge(
-    release: str, model: ModelSpec, batch: int, rate: float, virtual: int, gpu: str = "H100", **layout: int
+    release: str,
+    model: ModelSpec,
+    batch: int,
+    rate: float,
+    virtual: int,
+    gpu: str = "H100",
+    dtype: Dtype = "fp8",
+    length: int = 4096,
+    sharded: bool = False,
+    fitted: bool = False,
+    **layout: int,
 ) -> PublishedRate:
-    """FP8 on H100, bf16 on GB200 and GB300."""
-    at = _layout(**layout, virtual=virtual)
-    source, note = f"{_BRIDGE} {release}", _FP8 if gpu == "H100" else ""
-    return PublishedRate(source, _even(model), GPUS[gpu], batch, 4096, rate, at, note)
+    at = _layout(**{"micro": length, **layout}, virtual=virtual)
+    if sharded:
+        at = replace(at, sharding="zero3")
+    balanced = _even(model) if model.experts else model
+    return PublishedRate(
+        f"{_BRIDGE} {release}", balanced, GPUS[gpu], batch, length, rate, at, fitted=fitted, dtype=dtype
+    )
 
 
 ROWS: Sequence[PublishedRate] = (
@@ -127,10 +147,10 @@ ROWS: Sequence[PublishedRate] = (
     _bridge("25.11", _Q235, 2048, 1575, 4, tp=2, pp=8, dp=16, ep=32),
     _bridge("26.04.01", _Q235, 8192, 1712, 4, tp=2, pp=8, dp=16, ep=32),
     _bridge("25.09", _V3, 8192, 1297, 4, tp=2, pp=8, dp=64, ep=64),
-    _bridge("25.11", _V3, 4096, 3848, 4, "GB300", pp=2, dp=128, ep=32),
-    _bridge("25.11", _V3, 4096, 3139, 4, "GB200", pp=4, dp=64, ep=64),
-    _bridge("25.11", _Q235, 8192, 6131, 12, "GB300", pp=4, dp=64, ep=16, micro=2 * 4096),
-    _bridge("25.11", _Q235, 8192, 4916, 3, "GB200", pp=8, dp=32, ep=32),
+    _bridge("25.11", _V3, 4096, 3848, 4, "GB300", "bf16", pp=2, dp=128, ep=32),
+    _bridge("25.11", _V3, 4096, 3139, 4, "GB200", "bf16", pp=4, dp=64, ep=64),
+    _bridge("25.11", _Q235, 8192, 6131, 12, "GB300", "bf16", pp=4, dp=64, ep=16, micro=2 * 4096),
+    _bridge("25.11", _Q235, 8192, 4916, 3, "GB200", "bf16", pp=8, dp=32, ep=32),
     PublishedRate(_AUTO, _L70, _H100, 128, 8192, 867, _sharded(dp=32, cp=2, micro=8192, recompute="full")),
     PublishedRate(
         *(_TITAN, _L8, _H100_500W, 16, 8192, 6667, _sharded(dp=8, micro=2 * 8192)),
@@ -142,8 +162,47 @@ ROWS: Sequence[PublishedRate] = (
 )
 
 
-def training_group() -> CaseGroup:
-    return CaseGroup("training", "tokens/s a GPU", [_case(row) for row in ROWS])
+def _release(model: ModelSpec, batch: int, rate: float, virtual: int, gpu: str, **more: Any) -> PublishedRate:
+    return _bridge("26.04.01", model, batch, rate, virtual, gpu, **more)
+
+
+RELEASE: Sequence[PublishedRate] = (
+    _release(_L70, 256, 5248, 1, "GB300", length=8192, sharded=True, dp=64, micro=2 * 8192),
+    _release(_L70, 256, 4864, 5, "GB300", length=8192, pp=4, dp=16),
+    _release(_L70, 256, 4224, 1, "GB200", length=8192, sharded=True, dp=64, micro=2 * 8192),
+    _release(_L70, 256, 3712, 5, "GB200", length=8192, tp=2, pp=4, dp=8),
+    _release(_L70, 256, 1664, 5, "H100", length=8192, tp=4, pp=8, dp=2),
+    _release(_L405, 1536, 1024, 4, "GB300", length=8192, tp=4, pp=8, dp=8),
+    _release(_L405, 1536, 960, 4, "GB300", length=8192, tp=2, pp=8, cp=2, dp=8),
+    _release(_L405, 1536, 864, 4, "GB200", fitted=True, length=8192, tp=4, pp=16, dp=4),
+    _release(_L405, 1536, 800, 8, "GB200", length=8192, tp=4, pp=16, dp=4),
+    _release(_L405, 1536, 328, 8, "H100", length=8192, tp=8, pp=8, cp=2, dp=8),
+    _release(_V3, 4096, 4992, 8, "GB300", pp=2, dp=128, ep=32, micro=2 * 4096),
+    _release(_V3, 4096, 4256, 4, "GB200", pp=4, dp=64, ep=64),
+    _release(_V3, 4096, 3456, 1, "B300", pp=8, dp=32, ep=8, micro=2 * 4096),
+    _release(_V3, 4096, 3328, 2, "B200", pp=8, dp=32, ep=32),
+    _release(_OSS, 1280, 19200, 1, "GB300", dtype="bf16", dp=64, ep=64, micro=4 * 4096),
+    _release(_OSS, 1280, 16640, 1, "GB200", dtype="bf16", dp=64, ep=64, micro=4 * 4096),
+    _release(_OSS, 1280, 15232, 1, "B300", dtype="bf16", dp=64, ep=8, micro=4 * 4096),
+    _release(_OSS, 1280, 13568, 1, "B200", dtype="bf16", dp=64, ep=8, micro=4 * 4096),
+    _release(_OSS, 1280, 5824, 1, "H100", dtype="bf16", pp=4, dp=16, ep=8),
+    _release(_Q30, 512, 31744, 1, "GB300", dp=8, ep=8, micro=8 * 4096),
+    _release(_Q30, 512, 26112, 1, "GB200", dp=8, ep=8, micro=4 * 4096),
+    _release(_Q30, 512, 30720, 1, "B300", dp=8, ep=8, micro=8 * 4096),
+    _release(_Q30, 512, 27136, 1, "B200", dp=8, ep=8, micro=4 * 4096),
+    _release(_Q30, 1024, 8960, 1, "H100", dp=16, ep=16),
+    _release(_Q235, 8192, 6944, 12, "GB300", pp=4, dp=64, ep=32, micro=2 * 4096),
+    _release(_Q235, 8192, 5680, 3, "GB200", pp=8, dp=32, ep=32),
+    _release(_Q235, 8192, 5936, 1, "B300", pp=8, dp=32, ep=8, micro=2 * 4096),
+    _release(_Q235, 8192, 3776, 1, "B200", pp=8, dp=32, ep=8),
+    _release(_Q235, 8192, 1712, 4, "H100", tp=2, pp=8, dp=16, ep=32),
+    _release(_K2, 4096, 5328, 4, "GB300", pp=4, dp=64, ep=64, micro=2 * 4096),
+)
+
+
+def training_groups() -> list[CaseGroup]:
+    named = (("training", ROWS), ("training, all of a release", RELEASE))
+    return [CaseGroup(name, "tokens/s a GPU", [_case(row) for row in rows]) for name, rows in named]
 
 
 def priced_rate(row: PublishedRate) -> float:
@@ -157,8 +216,9 @@ def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
     size = 64 if row.gpu.name in ("GB200", "GB300") else 8  # of the 72 of a rack, layouts use 64
     nodes = NodeClass("node", max(1, layout.devices // size), size, row.gpu, row.gpu.link, size / 8 * _NETWORK)
     batch = Batch((float(row.length),), (float(row.batch),))
-    rates = training_rates(row.gpu)
-    work = Work(row.model, batch, _ADAMW, "none", row.gpu, rates, fabric(nodes), old_policy=False)
+    rates = training_rates(row.gpu, row.dtype)
+    states = Recipe(batch=1, samples_per_prompt=1, max_length=1, dtype=row.dtype).training_bytes
+    work = Work(row.model, batch, states, "none", row.gpu, rates, fabric(nodes), old_policy=False)
     return train_step(work, layout).total
 
 

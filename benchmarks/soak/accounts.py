@@ -15,24 +15,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.soak.written import Row, read_rows, read_segments
+from benchmarks.rows import Row, never
+from benchmarks.soak.written import Row as Line
+from benchmarks.soak.written import read_rows, read_segments
 
-_SHOWN = 5  # contradictions that a check names
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One condition that must hold; `detail` is what was counted, or what contradicts it."""
-
-    name: str
-    held: bool
-    detail: str
+_SHOWN = 5  # groups and steps that a contradiction names
 
 
-def checked(name: str, wrong: Iterable[str], counted: str) -> Check:
-    found = list(wrong)
-    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return Check(name, not found, "; ".join(found[:_SHOWN]) + more if found else counted)
+def checked(name: str, wrong: Iterable[str], counted: str) -> Row:
+    return never("what must hold", name, wrong, counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +34,6 @@ class Sizes:
     groups: int  # in a batch
     samples: int  # in a group
     staleness: int
-    lent: bool = False  # engines on lent devices generate, too, which take new weights at a pace of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +41,14 @@ class Story:
     """Contents of the segments of episodes, in order. `wrong` lists what cannot have happened."""
 
     started: Mapping[int, int]  # version by group
-    episodes: Mapping[tuple[int, int], Row]
+    episodes: Mapping[tuple[int, int], Line]
     taken: Mapping[int, tuple[int, ...]]  # groups by the version that was made of them
     wrong: Sequence[str]
 
 
-def tell(segments: Sequence[tuple[int, list[Row]]], sizes: Sizes) -> Story:
+def tell(segments: Sequence[tuple[int, list[Line]]], sizes: Sizes) -> Story:
     started: dict[int, int] = {}
-    episodes: dict[tuple[int, int], Row] = {}
+    episodes: dict[tuple[int, int], Line] = {}
     taken: dict[int, tuple[int, ...]] = {}
     owner: dict[int, int] = {}  # version that was made of a group
     wrong = [f"segment {number} is missing" for number in sorted({*range(segments[-1][0])} - {n for n, _ in segments})]
@@ -96,7 +86,7 @@ def tell(segments: Sequence[tuple[int, list[Row]]], sizes: Sizes) -> Story:
     return Story(started, episodes, taken, wrong)
 
 
-def accounts(directory: Path, kept: Path, sizes: Sizes) -> Iterator[Check]:
+def accounts(directory: Path, kept: Path, sizes: Sizes) -> Iterator[Row]:
     """All checks on the files of a run; `kept` are its segments of episodes."""
     story = tell(read_segments(kept), sizes)
     metrics, journal = read_rows(directory / "metrics.jsonl"), read_rows(directory / "journal.jsonl")
@@ -125,7 +115,7 @@ def accounts(directory: Path, kept: Path, sizes: Sizes) -> Iterator[Check]:
     )
     yield checked(
         "tokens are of versions between the start of their group and its step",
-        _versions(story, sizes.lent),
+        _versions(story),
         f"{sum(len(episode['tokens']) for episode in story.episodes.values()):,} tokens",
     )
     yield checked("the journal is consistent", journal_wrong(journal, sizes.steps), f"{len(journal):,} entries")
@@ -150,7 +140,7 @@ def _unequal(story: Story, sizes: Sizes) -> Iterator[str]:
         yield f"{len(story.episodes)} episodes finished"
 
 
-def _steps(metrics: Sequence[Row], summary: Row, sizes: Sizes) -> Iterator[str]:
+def _steps(metrics: Sequence[Line], summary: Line, sizes: Sizes) -> Iterator[str]:
     if [row["step"] for row in metrics] != list(range(1, sizes.steps + 1)):
         counts = Counter(row["step"] for row in metrics)
         odd = [step for step in range(1, sizes.steps + 1) if counts[step] != 1]
@@ -168,7 +158,7 @@ def _steps(metrics: Sequence[Row], summary: Row, sizes: Sizes) -> Iterator[str]:
             yield f"summary.json says {key} {summary[key]}, not {value}"
 
 
-def _trained(metrics: Sequence[Row], story: Story, sizes: Sizes) -> Iterator[str]:
+def _trained(metrics: Sequence[Line], story: Story, sizes: Sizes) -> Iterator[str]:
     """A group whose rewards are all equal gives no gradient, so its tokens do not go through the trainers; the others
     do with their padding, at most to the length of the longest."""
     for row in metrics:
@@ -188,7 +178,7 @@ def _trained(metrics: Sequence[Row], story: Story, sizes: Sizes) -> Iterator[str
             yield f"step {step} has another mean reward than its trajectories"
 
 
-def _recorded(trajectories: Sequence[Row], story: Story) -> Iterator[str]:
+def _recorded(trajectories: Sequence[Line], story: Story) -> Iterator[str]:
     wanted = {episode["trajectory"]["id"]: episode["trajectory"] for episode in story.episodes.values()}
     counts = Counter(row["id"] for row in trajectories)
     yield from (f"{id} is in it {counts[id]} times" for id in wanted if counts[id] != 1)
@@ -199,27 +189,27 @@ def _recorded(trajectories: Sequence[Row], story: Story) -> Iterator[str]:
             yield f"{row['id']} has another reward or other turns than the episode"
 
 
-def _versions(story: Story, lent: bool) -> Iterator[str]:
+def _versions(story: Story) -> Iterator[str]:
     made = {group: version for version, groups in story.taken.items() for group in groups}
     for (group, index), episode in story.episodes.items():
         generated = [version for version in episode["versions"] if version >= 0]
         low, high = story.started.get(group, 0), made.get(group, math.inf) - 1
         if not low <= min(generated) <= max(generated) <= high:
             yield f"episode {(group, index)} has tokens of {min(generated)} to {max(generated)}, not {low} to {high}"
-        if generated != sorted(generated) and not lent:  # all of a run's own engines load a version at once
+        if generated != sorted(generated):  # all engines load a version at once
             yield f"episode {(group, index)} goes back to older weights"
         lengths = {len(episode[key]) for key in ("tokens", "generated", "logprobs", "versions")}
         if len(lengths) != 1:
             yield f"episode {(group, index)} has lists of {sorted(lengths)} entries"
 
 
-def journal_wrong(rows: Sequence[Row], steps: int) -> Iterator[str]:
+def journal_wrong(rows: Sequence[Line], steps: int) -> Iterator[str]:
     """Entries that cannot follow those before them. A session may end anywhere."""
     if [row["kind"] for row in rows].count("end") != 1 or rows[-1] != {"kind": "end", "step": steps}:
         yield f"it does not end with the end of step {steps}"
     version, newest, checkpoint, plan_open = -1, 0, 0, False
     doing: dict[str, Any] = {}
-    moving: dict[str, Row] = {}
+    moving: dict[str, Line] = {}
     idle = {"role": "idle", "shape": None}
     for number, row in enumerate(rows, start=1):
         kind, worker, where = row["kind"], row.get("worker", ""), f"line {number}: "
@@ -284,11 +274,11 @@ def _files(directory: Path) -> str:
     return f"{sum(path.stat().st_size for path in directory.rglob('*') if path.is_file()) / 2**20:.0f} MiB"
 
 
-def _calls(trajectories: Sequence[Row]) -> Counter[str]:
+def _calls(trajectories: Sequence[Line]) -> Counter[str]:
     return Counter(turn["status"] for row in trajectories for turn in row["turns"] if turn["tool"] is not None)
 
 
-def weights(model: Path) -> Check:
+def weights(model: Path) -> Row:
     """Whether the model that a run left is one: it loads, and all its numbers are numbers."""
     return checked("the trained weights are finite and load", _unsound(model), f"{_size(model):,} bytes")
 

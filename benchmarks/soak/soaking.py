@@ -8,25 +8,22 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.soak.accounts import Check, Sizes, accounts, checked, weights
+from benchmarks.rows import Row
+from benchmarks.soak.accounts import Sizes, accounts, checked, weights
 from benchmarks.soak.faults import Fault, Kind
-from benchmarks.soak.lenders import Lenders
-from benchmarks.soak.loans import Slo, Window, loans, returns
-from benchmarks.soak.owned_server import TPOT, TTFT
-from benchmarks.soak.owners import Owner, owned_run
 from benchmarks.soak.processes import Processes, shared_files, shared_memory, unused_shared_files
 from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
-from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth, recoveries, survival
+from benchmarks.soak.survival import LOOK_SECONDS, Ended, Seen, growth, recoveries, survival
 from benchmarks.soak.written import Segments, Tail, read_rows
 from libra.config.run import load_config
-from libra.lend.lending_config import LendingConfig
 
-CONFIG, LENDING_CONFIG = (Path(__file__).with_name(name) for name in ("soak.yaml", "lent.yaml"))
+CONFIG = Path(__file__).with_name("soak.yaml")
 
 _SAMPLE_SECONDS = 1.0  # between two looks at the processes
 _START_SECONDS = 300.0  # to the first checkpoint: warm-up and measurement are in it
@@ -42,45 +39,27 @@ class SoakError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Soaked:
-    checks: tuple[Check, ...]
-    recoveries: tuple[Recovery, ...]
+    rows: tuple[Row, ...]
     struck: tuple[Struck, ...]
-    passed: int  # faults that found no target
-    moves: int  # changes of role or shape that were made
-    steps: int
     sessions: int
-    processes: int
-    seconds: float
 
     @property
     def held(self) -> bool:
-        return all(check.held for check in self.checks)
+        return all(row.met is not False for row in self.rows)
 
 
 class Soak:
     """One run. Its files go to `directory`, which is emptied; `say` is told what happens."""
 
-    def __init__(self, directory: Path, say: Callable[[str], None], config: Path = CONFIG, *, owners: int = 0) -> None:
-        """`owners`: number of owners of lent devices from which the run borrows; 0: those of the configuration."""
+    def __init__(self, directory: Path, say: Callable[[str], None], config: Path = CONFIG) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        owned = (directory / "owned").resolve()
-        self._owners: list[Owner] = []
-        if owners:
-            config, self._owners = owned_run(config, owned, owners)
         self._directory, self._say, self._config = directory, say, config
         self._run_directory = directory / load_config(config).name
         self._kept = directory / "episodes"
         self._segments = Segments(self._run_directory, self._kept)
         self._journal = Tail(self._run_directory / "journal.jsonl")
-        self._slo, lending = Slo(TTFT, TPOT), load_config(config).lending
-        if isinstance(lending, LendingConfig) and lending.ttft is not None and lending.tpot is not None:
-            self._slo = Slo(lending.ttft, lending.tpot)
-        count = 0 if lending is None else lending.devices
-        self._lenders = Lenders(owned if owners else self._run_directory, count, self._owners)
-        self._windows: dict[int, Window] = {}  # by session
         self._processes = Processes()
-        self._not_resumed: list[str] = []  # devices that are not lent again
         self._ends: list[Ended] = []
         self._seen: list[Seen] = []
         self._session: Session | None = None
@@ -90,7 +69,7 @@ class Soak:
         """Strike with faults for `seconds`, or until there are no more. Then the run ends in peace, and is checked.
         Raises `SoakError` where it never reached its first checkpoint."""
         began, files, memory = time.monotonic(), shared_files(), shared_memory()
-        storm = Storm(faults, lambda struck: self._say(_words(struck)), self._lenders)
+        storm = Storm(faults, lambda struck: self._say(_words(struck)))
         try:
             self._until_checkpoint(self._start("--overwrite"))
             self._weather(storm, time.monotonic() + seconds)
@@ -100,23 +79,22 @@ class Soak:
             storm.calm()
             if self._session is not None:
                 self._session.kill()
-            for owner in self._owners:
-                owner.end()
         self._say(f"shared memory of this machine: {(shared_memory() - memory) / 2**20:+.0f} MiB since the start")
-        return Soaked(
-            tuple(self._checks(storm, steps, files)),
-            (
-                *recoveries(storm.struck, self._seen),
-                *returns(self._lenders, storm.struck, self._windows),
-            ),
-            tuple(storm.struck),
-            storm.passed,
-            sum(entry.row["kind"] == "done" for entry in self._seen),
-            steps,
-            len(self._ends),
-            self._processes.count,
-            time.monotonic() - began,
+        counted = {
+            "steps": steps,
+            "sessions": len(self._ends),
+            "moves": sum(entry.row["kind"] == "done" for entry in self._seen),
+            "processes": self._processes.count,
+            "faults that found nobody to strike": storm.passed,
+            **Counter(f"fault: {entry.kind}" for entry in storm.struck),
+            "seconds": round(time.monotonic() - began),
+        }
+        rows = (
+            *self._checks(storm, steps, files),
+            *recoveries(storm.struck, self._seen),
+            *(Row("the soak", what, count, "") for what, count in counted.items()),
         )
+        return Soaked(rows, tuple(storm.struck), len(self._ends))
 
     def _start(self, *options: str) -> Session:
         command = [str(self._config), "--directory", str(self._directory), *options]
@@ -149,7 +127,6 @@ class Soak:
         """Run the last session with a number of steps to end at; returns that number."""
         session = self._session
         assert session is not None
-        self._until_lent(session)
         while not session.ready and session.status is None:
             self._look(session)
         session.ending = Kind.INTERRUPT
@@ -165,26 +142,11 @@ class Soak:
         self._session = None
         return steps
 
-    def _until_lent(self, session: Session) -> None:
-        """Owners start again what was killed, and the run borrows from each of them."""
-        ends, before = time.monotonic() + _START_SECONDS, [owner.grants for owner in self._owners]
-        while time.monotonic() < ends and session.status is None:
-            self._not_resumed = [
-                f"device {number}"
-                for number, (owner, then) in enumerate(zip(self._owners, before, strict=True))
-                if owner.grants in (0, then)  # a borrower that was started again counts anew
-            ]
-            if not self._not_resumed:
-                return
-            for _ in range(20):
-                self._look(session)
-
     def _look(self, session: Session) -> None:
         """Read what is new, and sleep until the next look."""
         time.sleep(LOOK_SECONDS)
         self._seen += [Seen(found, session.number, row) for found, row in session.read()]
         self._segments.look()
-        self._lenders.look(session)
         if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
             self._sampled = time.monotonic()
             self._processes.look(session.pid, session.number, session.ready)
@@ -208,22 +170,16 @@ class Soak:
             session.last_words(),
         )
         self._ends.append(ended)
-        self._windows[session.number] = Window(session.number, session.began, time.monotonic())
         self._say(f"session {ended.session} ended with {status} after {ended.seconds:.0f} s")
         return ended
 
-    def _checks(self, storm: Storm, steps: int, files: set[str]) -> Iterator[Check]:
+    def _checks(self, storm: Storm, steps: int, files: set[str]) -> Iterator[Row]:
         config = load_config(self._config).training
-        lent = self._lenders.count > 0
-        sizes = Sizes(steps, config.prompts_per_step, config.samples_per_prompt, config.max_staleness, lent)
+        sizes = Sizes(steps, config.prompts_per_step, config.samples_per_prompt, config.max_staleness)
         yield from survival(self._ends, storm.struck, self._seen)
         if self._ends[-1].status != 0:
             return  # there is nothing whole to look at
         yield from accounts(self._run_directory, self._kept, sizes)
-        if self._lenders.count:
-            yield from loans(self._slo, self._lenders, storm.struck, self._seen, self._windows)
-            if self._owners:
-                yield checked("lending resumed on each device after the last fault", self._not_resumed, "waited for")
         yield weights(self._run_directory / "model")
         yield from growth(self._processes.samples)
         yield checked("no port is listened on any more", self._processes.listening(), "looked once")

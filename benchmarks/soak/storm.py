@@ -7,23 +7,20 @@ last core trainer that is sound. So a session that ends otherwise has ended wron
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import psutil
 
-from benchmarks.soak.faults import ENDING, HARMLESS, IN_GRANT, OWNED, Fault, Kind
-from benchmarks.soak.lenders import Lenders, holds
-from benchmarks.soak.owners import publishers
+from benchmarks.soak.faults import ENDING, HARMLESS, Fault, Kind
 from benchmarks.soak.session import Session
 from libra.backends.launch.worker import die_with
 
-_STOPPED = frozenset({Kind.SLOW, Kind.HANG, Kind.STOP_BORROWER, Kind.LOOP_BORROWER})
+_STOPPED = frozenset({Kind.SLOW, Kind.HANG})
 _PATIENCE = 3.0  # seconds for which a fault waits for a target
 
 
@@ -48,9 +45,9 @@ class _Stopped:
 
 
 class Storm:
-    def __init__(self, faults: Iterator[Fault], tell: Callable[[Struck], None], lenders: Lenders) -> None:
+    def __init__(self, faults: Iterator[Fault], tell: Callable[[Struck], None]) -> None:
         """`tell` hears of every fault that is done."""
-        self._faults, self._tell, self._lenders = faults, tell, lenders
+        self._faults, self._tell = faults, tell
         self.struck: list[Struck] = []
         self.passed = 0  # faults that found no target
         self._next: Fault | None = None
@@ -113,73 +110,29 @@ class Storm:
             _send(controller, signal.SIGSTOP)
             self._stopped.append(_Stopped(controller, now + fault.seconds))
             return self._note(session, fault, now)
-        if fault.kind in OWNED:
-            return self._strike_owned(session, fault, now)
         return self._strike_worker(session, fault, now)
-
-    def _strike_owned(self, session: Session, fault: Fault, now: float) -> bool:
-        found = self._owned(session, fault.kind)
-        if not found:
-            return False
-        name, process = found[int(fault.draw * len(found))]
-        if fault.kind is Kind.STOP_SERVER:
-            _send(process, signal.SIGSTOP)
-            self._stopped.append(_Stopped(process, now + fault.seconds))
-        else:
-            _send(process, signal.SIGKILL)
-        return self._note(session, fault, now, name, process.pid)
-
-    def _owned(self, session: Session, kind: Kind) -> list[tuple[str, psutil.Process]]:
-        """Processes that such a fault may strike now, with their names."""
-        lenders = self._lenders
-        match kind:
-            case Kind.KILL_PUBLISHER:
-                return [("publisher", process) for process in publishers(session.pid)]
-            case Kind.KILL_AGENT | Kind.KILL_FOLLOWER:
-                what = "agent" if kind is Kind.KILL_AGENT else "follower"
-                names = [f"{what}-{number}" for number in range(len(lenders.owners))]
-                found = [(name, lenders.owned(name)) for name in names]
-            case _:
-                found = [(name, lenders.process(name)) for name in lenders.servers]
-        return [(name, process) for name, process in found if process is not None]
 
     def _strike_worker(self, session: Session, fault: Fault, now: float) -> bool:
         names = sorted(self._candidates(session, fault.kind))
         if not names:
             return False
         name = names[int(fault.draw * len(names))]
-        lent = name.startswith("lent-")
-        process = self._lenders.borrower(session, name) if lent else session.worker(name)
-        if process is None or (fault.kind in IN_GRANT and not self._caught(process, name)):
+        process = session.worker(name)
+        if process is None:
             return False
         if fault.kind in _STOPPED:
             _send(process, signal.SIGSTOP)
             self._stopped.append(_Stopped(process, now + fault.seconds))
-            if fault.kind is Kind.LOOP_BORROWER:
-                self._hog(now + fault.seconds, process.cpu_affinity())
-        elif fault.kind is Kind.FULL_DISK:
-            record = self._lenders.record(name)
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (record.stat().st_size, resource.RLIM_INFINITY))
         else:
             _send(process, signal.SIGKILL)
         if fault.kind not in HARMLESS:
             self._harmed.add(session.pids[name])
         return self._note(session, fault, now, name, session.pids[name])
 
-    def _caught(self, process: psutil.Process, name: str) -> bool:
-        """Stop a process. Returns whether it had its device then; if not, it continues."""
-        _send(process, signal.SIGSTOP)
-        if holds(process.pid, self._lenders.device(name)):
-            return True
-        _send(process, signal.SIGCONT)
-        return False
-
-    def _hog(self, until: float, cores: Sequence[int] | None = None) -> None:
-        """Start a process that only computes, on these cores or any."""
+    def _hog(self, until: float) -> None:
+        """Start a process that only computes."""
         soak = os.getpid()
         hog = subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=lambda: die_with(soak))
-        if cores is not None:
-            os.sched_setaffinity(hog.pid, cores)
         self._hogs.append((hog, until))
 
     def _candidates(self, session: Session, kind: Kind) -> set[str]:
@@ -189,8 +142,6 @@ class Storm:
         cores = {name for name in sound if name.startswith("core")}
         if len(cores) < 2 and kind is not Kind.SLOW:
             sound -= cores
-        if kind in IN_GRANT or kind is Kind.FULL_DISK:
-            return {name for name in sound if name.startswith("lent-")}
         match kind:
             case Kind.KILL_ENGINE:
                 return {name for name in sound if session.roles[name] == "rollout"}

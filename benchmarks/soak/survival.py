@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.soak.accounts import Check, checked
-from benchmarks.soak.faults import ENDING, HARMLESS, IN_GRANT, OWNED, Kind
+from benchmarks.rows import Row
+from benchmarks.soak.accounts import checked
+from benchmarks.soak.faults import ENDING, HARMLESS, Kind
 from benchmarks.soak.processes import Sample
 from benchmarks.soak.storm import Struck
-from benchmarks.soak.written import Row
+from benchmarks.soak.written import Row as Line
 
 LOOK_SECONDS = 0.05
 
@@ -26,7 +27,6 @@ _STATUS: Mapping[Kind | None, int] = {
     Kind.KILL_FORK_SERVER: 1,
 }
 
-_GOES = 30.0  # seconds after a fault of its agent in which an engine that is lent may be lost
 _FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
 _SETTLED = 20.0  # seconds with all workers, after which a controller holds what it needs
 _LONG = 60.0  # seconds of a session in which growth shows
@@ -56,10 +56,10 @@ class Seen:
 
     time: float
     session: int
-    row: Row
+    row: Line
 
 
-def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Check]:
+def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Row]:
     yield checked(
         "every session ended by what ends one, with its exit code",
         (
@@ -81,8 +81,6 @@ def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[See
 def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[str]]:
     fatal = {(entry.session, entry.worker, entry.pid) for entry in struck if entry.kind not in HARMLESS}
     ended = {entry.session: entry.time for entry in struck if entry.kind in (Kind.KILL_FORK_SERVER, Kind.KILL_CORES)}
-    # An engine behind an agent goes away with the agent, and with the weights that it is sent.
-    owned = [entry for entry in struck if entry.kind in OWNED | IN_GRANT]
     pids: dict[str, int] = {}
     lost, unexplained = 0, []
     for entry in seen:
@@ -91,16 +89,13 @@ def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[s
             pids[row["worker"]] = row["pid"]
         elif row["kind"] == "lost":
             lost += 1
-            known = (entry.session, row["worker"], pids[row["worker"]]) in fatal or (
-                row["worker"].startswith("lent-")
-                and any(it.time <= entry.time <= it.time + it.seconds + _GOES for it in owned)
-            )
+            known = (entry.session, row["worker"], pids[row["worker"]]) in fatal
             if not known and entry.time < ended.get(entry.session, float("inf")):
                 unexplained.append(f"{row['worker']} in session {entry.session}: {row['why']}")
     return lost, unexplained
 
 
-def growth(samples: Sequence[Sample]) -> Iterator[Check]:
+def growth(samples: Sequence[Sample]) -> Iterator[Row]:
     """Checks of the growth of controllers, in sessions that were long enough."""
     sessions: dict[int, list[Sample]] = {}
     began: dict[int, float] = {}
@@ -135,18 +130,8 @@ def growth(samples: Sequence[Sample]) -> Iterator[Check]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """Seconds from a fault to what makes it good."""
-
-    name: str
-    count: int
-    median: float
-    worst: float
-
-
-def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Recovery]:
-    """Recoveries from faults that were made good in their session, or for those that end one, in any later one."""
+def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Row]:
+    """Seconds from faults to what made them good in their session, or for those that end one, in any later one."""
     for name, kind, sign in (
         ("killed engine: its turns are given to others", Kind.KILL_ENGINE, "lost"),
         ("killed engine: its slot works again", Kind.KILL_ENGINE, "done"),
@@ -161,10 +146,10 @@ def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Recov
         yield from summed(name, (_until_new_step(fault, seen) for fault in struck if fault.kind is kind))
 
 
-def summed(name: str, seconds: Iterable[float | None]) -> Iterator[Recovery]:
+def summed(name: str, seconds: Iterable[float | None]) -> Iterator[Row]:
     found = sorted(each for each in seconds if each is not None)
     if found:
-        yield Recovery(name, len(found), median(found), found[-1])
+        yield Row("recovery", name, median(found), "s", note=f"{len(found)} times, {found[-1]:.2f} s at most")
 
 
 def _until(fault: Struck, seen: Sequence[Seen], sign: str) -> float | None:

@@ -27,10 +27,10 @@ from benchmarks.rows import Row
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.copying import difference
-from libra.backends.weights.follower import FollowerPlace, FollowerWord, FollowWeights
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import Address
-from libra.backends.weights.publisher import PublishWeights
+from libra.lend.weights.follower import FollowerPlace, FollowerWord, FollowWeights
+from libra.lend.weights.node import Address
+from libra.lend.weights.publisher import PublishWeights
 
 _NUMBERS = 32 << 20
 _RATE, _DELAY = 6.25e6, 0.02  # 50 Mbit/s: as long for these 67 MB as 10 Gbit/s are for 13 GB
@@ -170,7 +170,7 @@ async def _loaded(nodes: list[_Follower], version: int, content: Vector) -> floa
 
 @contextlib.asynccontextmanager
 async def _publishing(grid: Grid, token: str) -> AsyncIterator[_Publisher]:
-    async with _sharing(grid, "libra.backends.weights.publisher") as (process, memory):
+    async with _sharing(grid, "libra.lend.weights.publisher") as (process, memory):
         node = _Publisher(process, memory, grid)
         await _begin(node, PublishWeights(grid, memory, "127.0.0.1", token))
         yield node
@@ -178,7 +178,7 @@ async def _publishing(grid: Grid, token: str) -> AsyncIterator[_Publisher]:
 
 @contextlib.asynccontextmanager
 async def _following(grid: Grid, token: str, way: Address) -> AsyncIterator[_Follower]:
-    async with _sharing(grid, "libra.backends.weights.follower") as (process, memory):
+    async with _sharing(grid, "libra.lend.weights.follower") as (process, memory):
         node = _Follower(process, memory, grid)
         await _begin(node, FollowWeights(grid, memory, "127.0.0.1", token, [[way]]))
         yield node

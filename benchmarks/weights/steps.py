@@ -19,11 +19,11 @@ from torch import nn
 from benchmarks.rows import Row
 from libra.backends.transport.shared_memory import Vector
 from libra.backends.weights.copying import add_difference, difference
-from libra.backends.weights.feed import Feed
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.mirror import Mirror
-from libra.backends.weights.source import Source
-from libra.backends.weights.wire import Chunk
+from libra.lend.weights.feed import Feed
+from libra.lend.weights.mirror import Mirror
+from libra.lend.weights.source import Source
+from libra.lend.weights.wire import Chunk
 
 _WIDTH, _LAYERS, _VOCABULARY = 768, 14, 8192  # 123 M parameters
 _BATCH, _LENGTH = 4, 16  # gradients are noise either way, and a step costs what AdamW costs

@@ -1,7 +1,7 @@
 """Libra: which GPUs train, which generate, and where every request goes.
 
-Invariant: these are the public names, and importing this module loads none of them: `import libra` costs nothing, and
-planning never imports what only running needs.
+Invariant: these are the public names. Importing this module loads none of them: `import libra` costs nothing, and
+planning never imports the libraries of runs.
 """
 
 from __future__ import annotations

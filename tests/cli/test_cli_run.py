@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import BASE, assert_refused, changed, libra, process, write
+from calls import BASE, CONFIG, LOG, PROFILE, assert_refused, changed, libra, process, write
 from fakes.gpus import FakeGpu, fake_driver
 
+from libra.backends.devices import slot_devices
 from libra.config.extras import install_command
-from libra.config.run import ConfigError, RunConfig, load_config
+from libra.config.run import ClusterConfig, ConfigError, RunConfig, load_config
 from libra.loop.checkpoint import FORMAT
 from libra.loop.run_directory import locked
+from libra.plan.plan import parse_plan
 from libra.records.files import DiskError
 from libra.records.manifest import seal
 from libra.records.schema import Evaluation
@@ -70,7 +72,7 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
     (
         "unknown environment",
         changed(environment={"kind": "chess"}),
-        "environment.kind: unknown environment 'chess'; use calculator or your own",
+        "environment.kind: unknown environment 'chess'; use calculator, command, verifiers or your own",
     ),
     (
         "no model directory",
@@ -158,19 +160,6 @@ def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
         libra("run", write(here / "run.yaml", BASE), "--metrics-port", taken_port),
         f"metrics.port: {taken_port} cannot be used on 127.0.0.1 (Address already in use); give a free port, or leave",
     )
-    lent = {"shape": "lent", "engines": 1, "up_to": BASE["start"]["buckets"][0]["up_to"] + 8}
-    borrowing = changed(
-        lending={
-            "agents": ["agent"],
-            "weights": {"port": taken_port},
-            "engine": {"max_model_len": lent["up_to"], "max_num_seqs": 4, "kv_tokens": 256},
-        },
-        start={"buckets": [BASE["start"]["buckets"][0], lent, BASE["start"]["buckets"][1]]},
-    )
-    assert_refused(
-        libra("run", write(here / "run.yaml", borrowing)),
-        f"lending.weights.port: {taken_port} cannot be used on 127.0.0.1 (Address already in use); give a free port",
-    )
     assert everything_below(here) == before
 
 
@@ -236,16 +225,21 @@ def make_model(here: Path, config: dict[str, Any], weights: int = 0) -> dict[str
     return changed(model={"directory": "model"})
 
 
-def test_a_model_with_tied_embeddings_is_refused(here: Path) -> None:
-    config = write(here / "run.yaml", make_model(here, {"tie_word_embeddings": True}))
-    assert_refused(libra("run", config), "model.directory: model ties its word embeddings, which engines on CPU cannot")
+def test_the_kv_of_engines_is_counted(here: Path) -> None:
+    """A million million tokens of the example's 768 float32 numbers each."""
+    engines = {name: {**shape, "kv_tokens": 10**12} for name, shape in BASE["engines"].items()}
+    result = libra("run", write(here / "run.yaml", changed(engines=engines)))
+    assert_refused(result, "cluster.slots: 4 workers", "use at most 0, or free some memory")
+    result = libra("run", write(here / "run.yaml", make_model(here, {"num_attention_heads": 2})))
+    assert_refused(result, "model/config.json has no hidden_size; save the model there again")
 
 
 def test_the_weights_of_a_model_that_is_given_are_counted(here: Path) -> None:
     """Four workers each train them in float32, whatever they are stored in."""
     needed = []
+    shape = {"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 2}
     for stored in ("float32", "bfloat16"):
-        result = libra("run", write(here / "run.yaml", make_model(here, {"dtype": stored}, weights=1 << 40)))
+        result = libra("run", write(here / "run.yaml", make_model(here, {"dtype": stored, **shape}, weights=1 << 40)))
         assert_refused(result, "cluster.slots: 4 workers", "GiB are free; use at most 0, or free some memory")
         needed.append(float(result.stderr.partition("need about ")[2].partition(" GiB")[0]))
     assert needed[0] > 4 * 3 * 1024  # the weights, and two moments at least
@@ -498,3 +492,67 @@ def test_a_refusal_in_a_process_of_its_own(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", changed(training={"learning_rat": 1e-4}, directory=str(tmp_path / "runs")))
     assert_refused(process("run", config), f"{config}: training.learning_rat: unknown key 'learning_rat'")
     assert everything_below(tmp_path) == {config}
+
+
+def slots_plan(here: Path) -> Path:
+    """A plan of `libra plan` for the example's slots."""
+    plan = here / "plan.json"
+    result = libra("plan", CONFIG, "-t", LOG, "-p", PROFILE, "-o", plan)
+    assert result.exit_code == 0, result.stderr
+    return plan
+
+
+def test_a_plan_says_how_a_run_begins(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    async def run(config: RunConfig, *rest: object) -> None:
+        begun.append((config, rest[-1]))
+        raise DiskError(here, OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.loop.run.run", run)
+    file = slots_plan(here)
+    plan = parse_plan(file.read_text()).allocation
+    otherwise = {"replicas": 1, "buckets": [{"shape": "long", "engines": 3, "up_to": 192}]}
+    libra("run", write(here / "run.yaml", changed(start=otherwise)), "--plan", file)
+    [(config, words)] = begun
+    found = tuple((it.shape, it.engines, it.up_to) for it in config.start.buckets)
+    assert (config.start.replicas, found) == (plan.replicas, tuple((b.shape, b.engines, b.up_to) for b in plan.buckets))
+    assert words == f"{plan.describe()}; layout one device"
+    recorded = json.loads((here / "runs" / "calculator" / "config.json").read_text())
+    assert recorded["start"]["replicas"] == plan.replicas
+
+
+def test_a_plan_that_cannot_be_carried_out_is_refused(here: Path) -> None:
+    plan, config = slots_plan(here), write(here / "run.yaml", BASE)
+    other = write(here / "other.yaml", changed(training={"prompts_per_step": 12}))
+    assert_refused(
+        libra("run", other, "--plan", plan),
+        f"--plan {plan}: training.prompts_per_step: the plan is for 24, and the configuration has 12; plan again",
+    )
+    assert_refused(libra("run", config, "--plan", plan, "--resume"), "--plan says how a run begins, and --resume goes")
+    assert_refused(libra("run", config, "--plan", here / "none"), f"--plan {here / 'none'}: No such file or directory;")
+    assert_refused(libra("run", config, "--plan", config), f"--plan {config}: not JSON")
+    edited = json.loads(plan.read_text())
+    edited["predicted"]["step"] *= 2
+    (here / "edited.json").write_text(json.dumps(edited))
+    assert_refused(
+        libra("run", config, "--plan", here / "edited.json"), "the plan is not an answer to the request in it"
+    )
+
+
+def test_placed_slots_are_on_the_gpus_that_were_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in fake_driver(here, [H100, FULL_GPU, H100, H100]).items():
+        monkeypatch.setenv(name, value)
+    placed = [[2, 3], [0]]
+    cluster = ClusterConfig(slots=2, core=1, hybrid=0, rollout=1, device="cuda", share=1, placement=placed)
+    assert [device.gpus for device in slot_devices(cluster)] == [("2", "3"), ("0",)]
+    assert (cluster.replica_gpus, cluster.engine_gpus) == (2, 1)
+    for gpu, why in (1, "is used by process 4711"), (4, "is not visible here"):
+        config = on_gpus(here, cluster={"placement": [[2, 3], [gpu]], "share": 1})
+        assert_refused(libra("run", config), f"cluster.placement: GPU {gpu} {why}; name GPUs that")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    config = write(
+        here / "run.yaml",
+        changed(cluster={"device": "cpu", "placement": [[0], [1], [2], [3, 4]], "hybrid": 0, "core": 2}),
+    )
+    assert_refused(libra("run", config), "cluster.placement: a replica or an engine on devices 3, 4, and a CPU slot is")

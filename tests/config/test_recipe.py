@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,11 @@ def test_bytes_of_a_trained_parameter(dtype: Dtype, optimiser: Optimiser) -> Non
     assert held.total == total
 
 
+def test_fp8_is_stored_as_bf16_beside_copies() -> None:
+    narrow, wide = (Recipe(**given(dtype=dtype)).training_bytes for dtype in ("fp8", "bf16"))
+    assert narrow == replace(wide, copies=2) and narrow.total == wide.total
+
+
 REFUSED: list[tuple[str, object, str]] = [
     ("no batch", {"samples_per_prompt": 1, "max_length": 1}, "batch: this key is required; add it"),
     ("no limit", {"batch": 1, "samples_per_prompt": 1}, "max_length: this key is required; add it"),
@@ -97,7 +103,13 @@ REFUSED: list[tuple[str, object, str]] = [
     ("stale but colocated", given(mode="colocated", staleness=2), "staleness is 2, but mode is colocated"),
     ("negative staleness", given(staleness=-1), "staleness: Input should be greater than or equal to 0"),
     ("reference", given(reference="yes"), "reference: Input should be 'none', 'resident' or 'offloaded'"),
-    ("type", given(dtype="bfloat16"), "dtype: Input should be 'bf16', 'fp16' or 'fp32'"),
+    ("type", given(dtype="bfloat16"), "dtype: Input should be 'bf16', 'fp16', 'fp32' or 'fp8'"),
+    ("eager in fp8", given(dtype="fp8", execution="eager"), "dtype is fp8, but eager modules multiply in 16 bits: set"),
+    (
+        "no file says fp8",
+        given(dtype="fp8", framework="slime"),
+        "dtype is fp8, but no file for slime says so: set dtype",
+    ),
     ("engines in fp32", given(dtype="fp32"), "dtype is fp32, but engines are priced in 8 or 16 bits: set rollout"),
     ("rollout type", given(rollout_dtype="int4"), "rollout_dtype: Input should be 'bf16', 'fp8', 'awq', "),
     ("KV type", given(kv_cache_dtype="fp4"), "kv_cache_dtype: Input should be 'auto', 'bfloat16', 'fp8', "),

@@ -75,8 +75,6 @@ def test_trajectories_of_a_step(data: dict[str, Any]) -> None:
 
 
 SIZE = {"max_model_len": 64, "max_num_seqs": 4, "kv_tokens": 256}
-AGENTS = {"agents": ["/dev/shm/device-0.agent", "agent.sock"], "engine": SIZE}
-LENDING = {"servers": 1, "server": {"traffic": "traffic.csv"}, "ttft": 1.0, "tpot": 0.1, "engine": SIZE}
 
 BAD = [
     ("typo", change("training.learning_rat", 1e-4), "training.learning_rat: unknown key 'learning_rat'; did you mean"),
@@ -143,36 +141,6 @@ BAD = [
     ),
     ("a slot left over", change("start.replicas", 1), "start uses 1 + 2 slots of 4: give every slot one role"),
     ("a reserved name", change("engines.lent", SIZE), "engines.lent is the name of engines on lent devices: choose"),
-    ("servers without engines", change("lending", LENDING), "start.buckets has 0 engines of shape lent, and 1"),
-    (
-        "agents without engines",
-        change("lending", AGENTS),
-        "start.buckets has 0 engines of shape lent, and 2 servers and",
-    ),
-    ("no lenders", change("lending", {"engine": SIZE}), "lending: no device is lent: name agents, or set servers to"),
-    (
-        "servers of nothing",
-        change("lending", {**AGENTS, "servers": 1}),
-        "servers is 1: give server and ttft and tpot, t",
-    ),
-    ("an agent twice", change("lending", {**AGENTS, "agents": ["a", "a"]}), "lending: agents names one twice"),
-    (
-        "a baseline at agents",
-        change("lending", {**AGENTS, "rule": "naive"}),
-        "agents lend by their own gate; give gate",
-    ),
-    (
-        "a lent engine for the longest contexts",
-        change("lending", {**LENDING, "engine": {**SIZE, "max_model_len": 192, "kv_tokens": 400}}),
-        "lending.engine holds 192 tokens: give fewer than 192, so that engines of your own serve the longest",
-    ),
-    (
-        "grants that are longer than the longest",
-        change("lending", {**LENDING, "shortest_grant": 0.2}),
-        "lending: shortest_grant is 0.2 s, longest_grant 0.05 s: lower the first",
-    ),
-    ("all of the SLO and more", change("lending", {**LENDING, "use": 1.5}), "lending.use: Input should be less than"),
-    ("unknown rule", change("lending", {**LENDING, "rule": "rose"}), "lending.rule: Input should be 'gate', 'serve-f"),
     ("limits fall", change("start.buckets.1.up_to", 30), "start.buckets: up_to must rise from bucket to bucket"),
 ]
 
@@ -256,24 +224,3 @@ def test_overrides_are_checked_as_the_file_is(
     with pytest.raises(ConfigError) as refusal:
         load_config(write(tmp_path, data), overrides)
     assert message in str(refusal.value)
-
-
-def test_traffic_lies_beside_the_file_and_off_leaves_the_devices_to_their_servers(
-    tmp_path: Path, data: dict[str, Any]
-) -> None:
-    change("lending", LENDING)(data)
-    data["start"]["buckets"].insert(1, {"shape": "lent", "engines": 1, "up_to": 50})
-    config = load_config(write(tmp_path, data))
-    assert config.lending is not None and config.lending.server is not None
-    assert config.lending.server.traffic == tmp_path / "traffic.csv"
-    assert (config.lent_devices, set(config.all_engines)) == (1, {"short", "long", "lent"})
-    assert load_config(write(tmp_path, data), {"lending.rule": "off"}).lent_devices == 0
-
-
-def test_agents_are_named_as_seen_from_the_configuration(tmp_path: Path, data: dict[str, Any]) -> None:
-    change("lending", AGENTS)(data)
-    data["start"]["buckets"].insert(1, {"shape": "lent", "engines": 2, "up_to": 50})
-    config = load_config(write(tmp_path, data))
-    assert config.lending is not None and config.lent_devices == 2
-    assert config.lending.agents == (Path("/dev/shm/device-0.agent"), tmp_path / "agent.sock")
-    assert load_config(write(tmp_path, data), {"lending.rule": "off"}).lent_devices == 0

@@ -3,7 +3,7 @@
 from fractions import Fraction
 from random import Random
 
-from libra.cost.micro_batches import alike_makespan, makespan
+from oracles.micro_batches import alike_makespan, makespan
 
 CASES = 10_000
 FAR = 120  # layers after which rings of five micro-batches repeat themselves

@@ -156,6 +156,18 @@ def test_the_workspace_is_what_sharding_gathers_for_the_moment() -> None:
     assert memory(layout(8, sharding="zero1")).workspace == 0
 
 
+@pytest.mark.parametrize("sharding", SHARDING)
+def test_fp8_keeps_copies_of_the_weights_that_a_device_has(sharding: Sharding) -> None:
+    at = layout(dp=8, sharding=sharding)
+    plain, copied = (
+        training_memory(QWEN3_14B, at, 8192, 80e9, replace(ADAMW, copies=copies), "none") for copies in (0.0, 2.0)
+    )
+    more = {item: getattr(copied, item) - getattr(plain, item) for item in ("weights", "workspace", "activations")}
+    unit = 2 * 151936 * 5120  # the head, the largest that is gathered at a time
+    wanted = (0, unit) if sharding == "zero3" else (2 * QWEN3_14B.parameters, 0)
+    assert (more["weights"], more["workspace"]) == pytest.approx(wanted, rel=1e-3) and not more["activations"]
+
+
 def test_the_margin_is_stated() -> None:
     assert memory(layout(8), gpu=50e9).margin == CONTEXT + FRAGMENTATION * 50e9
 

@@ -13,7 +13,7 @@ from libra.environments.protocol import Prompt, Span, Tool, ToolCall
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
 from libra.loop.fleet import ServingEngine, ServingFleet
-from libra.loop.rollout import TurnReport
+from libra.loop.turn_maker import TurnReport
 from libra.plan.allocation import Allocation, Bucket
 from libra.route.policy import Placement, ToolReturn, TurnRequest, View
 from libra.trajectory.record import Trajectory

@@ -24,6 +24,7 @@ from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
 from libra.exec.pool import Worker
 from libra.loop.checkpoint import Recorded, missing_trajectories, read_interrupted
+from libra.loop.episode import Episode
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.groups import Groups
@@ -32,7 +33,7 @@ from libra.loop.process_controller import RunExecutor
 from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
-from libra.loop.rollout import Episode, Rollout
+from libra.loop.rollout import Rollout
 from libra.loop.training_loop import TrainingLoop
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import Role

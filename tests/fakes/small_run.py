@@ -8,8 +8,8 @@ from typing import Any
 
 from libra.config.run import RunConfig, ShapeConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
+from libra.loop.episode import Episode
 from libra.loop.observations import Observations
-from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation, Bucket
 from libra.trajectory.record import Trajectory, Turn
 

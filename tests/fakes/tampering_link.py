@@ -8,7 +8,7 @@ import itertools
 import struct
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from libra.backends.weights.node import Address
+from libra.lend.weights.node import Address
 
 Tampering = Callable[[int, bytes], Iterable[bytes]]  # number of a frame on its connection, and the frame
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from fakes.far_end import FarEnd
 
-from libra.backends.devices import SlotDevice
+from libra.backends.devices import CPU, SlotDevice
 from libra.backends.launch.launcher import SourceLostError, WorkerLink
 from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
@@ -26,6 +26,7 @@ from libra.backends.transport.engine_messages import (
     MeasureEngine,
     MeasureHandover,
     Piece,
+    Sleep,
     StartEngine,
     StartServer,
 )
@@ -186,11 +187,14 @@ class MadeLauncher:
         self.slots_changed: Callable[[], None] = lambda: None
         self._missing: set[int] = set()
         self.bf16: Sequence[Bf16Speed] = (Bf16Speed("", 16.0),)
+        self.device = CPU  # of every slot
         self.without_weights = 0  # times that they are not where they should be
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 
     @contextlib.asynccontextmanager
-    async def open(self, logs: Path, devices: Sequence[SlotDevice] = ()) -> AsyncIterator[Self]:
+    async def open(
+        self, logs: Path, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()
+    ) -> AsyncIterator[Self]:
         """As the class is used by a run."""
         try:
             yield self
@@ -214,11 +218,13 @@ class MadeLauncher:
         return 0.0
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
-        assert name not in self.workers or self.workers[name].gone.is_set(), f"two processes in the slot of {name}"
+        before = self.workers.get(name)
+        alone = before is None or before.gone.is_set() or isinstance(before.orders[-1], Sleep)
+        assert alone, f"two processes in the slot of {name}"
         ours, theirs = socket.socketpair()
         worker = self.workers[name] = MadeWorker(FarEnd(theirs), self._speak)
         worker.instead = self.prepared.pop(name, {})
-        link = WorkerLink(name, NO_PROCESS, await ControllerChannel.open(ours), (0,), 0)
+        link = WorkerLink(name, NO_PROCESS, await ControllerChannel.open(ours), (0,), 0, device=self.device)
         self._by_link[link] = worker
         return link
 

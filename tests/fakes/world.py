@@ -25,12 +25,13 @@ from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPu
 from libra.exec.pool import DEADLINES, make_pool
 from libra.exec.protocols import Applied, WorkerFailedError, WorkerLostError
 from libra.loop.checkpoint import allocation_in_force
+from libra.loop.episode import Episode
 from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.groups import Groups, episode_id
 from libra.loop.metrics import Tally
 from libra.loop.recorder import Recorder
-from libra.loop.rollout import Episode, Rollout
+from libra.loop.rollout import Rollout
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, Duty, Role, Transition
 from libra.route.published import PublishedCMLFQ

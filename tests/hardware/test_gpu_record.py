@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from libra.cost.quantization import Quantization
-from libra.cost.sources.rates import published_mfu, rates, training_rates
+from libra.cost.sources.rates import dtype_refusal, published_mfu, rates, training_rates
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import NodeClass
 from libra.hardware.decoder import decoder
@@ -16,7 +16,7 @@ from libra.hardware.gpu_record import GPURecord
 from libra.hardware.gpus import GPUS, RECORDS, record_of
 
 MEASURED = {"A100", "A100-40GB", "A800", "H100", "H800", "H200", "L40S"}  # by kernels
-PUBLISHED = {"A100", "A100-40GB", "A800", "H100", "H800", "H200"}  # training runs
+PUBLISHED = {"A100", "A100-40GB", "A800", "H100", "H800", "H200", "GB200"}  # training runs
 OWN = GPU("mine", 80e9, 2e12, 300e12, 100e9, "a card of our own")
 DENSE = decoder("dense", 12, 1024, 16, 4, 64, 4096, 32000, False, 40960)
 
@@ -34,6 +34,28 @@ def test_a_record_says_what_was_measured(record: GPURecord) -> None:
     assert fabric(nodes).link == record.bus * record.gpu.link
 
 
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_products_in_fp8_train_faster_and_the_rest_as_in_bf16(record: GPURecord) -> None:
+    gpu, wide = record.gpu, training_rates(record.gpu)
+    refusal = dtype_refusal(gpu, "fp8")
+    assert dtype_refusal(gpu, "bf16") is None and (refusal is None) == ("fp8" in record.faster)
+    if refusal is not None:
+        with pytest.raises(ValueError, match="does not multiply: set it to bf16"):
+            training_rates(gpu, "fp8")
+        return
+    narrow = training_rates(gpu, "fp8")
+    assert 1 < narrow.linear / wide.linear < 2 and narrow.experts < narrow.linear
+    assert (narrow.head, narrow.attention, narrow.bandwidth) == (wide.linear, wide.attention, wide.bandwidth)
+    assert "FP8" in narrow.source and narrow.casts > 0
+
+
+def test_gb300_trains_as_much_faster_than_gb200_in_bf16_as_in_fp8() -> None:
+    """Published in FP8, Llama-3.1-405B: 1,048 and 843 tokens/s (release 26.06), 1,024 and 864 (26.04.01)."""
+    faster = training_rates(GPUS["GB300"]).linear / training_rates(GPUS["GB200"]).linear
+    assert 1024 / 864 < faster < 1048 / 843
+    assert "in bf16 above GB200" in training_rates(GPUS["GB300"]).source and published_mfu(GPUS["GB300"]) is None
+
+
 def test_a_gap_is_an_error() -> None:
     record = RECORDS["B200"]
     given = {it.name: getattr(record, it.name) for it in fields(record)}
@@ -48,6 +70,7 @@ def test_a_gap_is_an_error() -> None:
         ({"bus": 0.0}, "bus of B200 is 0.0"),
         ({"bus": 1.1}, "bus of B200 is 1.1"),
         ({"faster": {"fp8": 0.5}}, "faster of B200"),
+        ({"faster": {"int8": 2.0}}, "training.fp8 of B200 is 0.37"),
         ({"kernels": RECORDS["H200"].kernels, "gpu": GPUS["L4"]}, "kernels of L4 are faster than its data sheet"),
     ],
 )

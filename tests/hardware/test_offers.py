@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from oracles.small_cluster import A800
 
-from libra.hardware.cluster import Cluster
+from libra.hardware.cluster import Cluster, ServingPool
 from libra.hardware.offers import MOST_SIZES, parse_offers
 
 FILE = Cluster((A800,))
@@ -33,6 +35,12 @@ def test_a_class_of_the_file_comes_before_a_gpu_of_its_name() -> None:
     [(cluster)], notes = parse_offers("A800:16", FILE, {})
     assert cluster.nodes[0].inter_bandwidth == A800.inter_bandwidth
     assert not notes
+
+
+def test_pools_that_serve_are_no_part_of_an_offer_and_are_told() -> None:
+    serving = Cluster((A800,), (ServingPool(replace(A800, name="chat")),))
+    [cluster], notes = parse_offers("a800:16", serving, {})
+    assert not cluster.serving and notes == ["chat serves: no offer has it, nor what it lends"]
 
 
 def test_a_known_gpu_has_nodes_that_the_notes_describe() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from arithmetic import LOGPROB_GAP
 from fakes.small_run import PROFILE
+from oracles.small_loan import ROOMY, write_loan
 from small_runs import SmallRuns
 
-from benchmarks.soak.small_loan import ROOMY, write_loan
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.tiny_model import write_tiny_model
 from libra.config.run import ModelConfig

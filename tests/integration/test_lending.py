@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from oracles.small_loan import ROOMY, write_loan
 
-from benchmarks.soak.small_loan import ROOMY, write_loan
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel
@@ -142,13 +142,8 @@ async def turns(socket: Path, count: int) -> list[int]:
 
 def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    write = "from benchmarks.fidelity.models import write_model; write_model(Path(sys.argv[1]), 'tiny')"
-    subprocess.run(
-        [sys.executable, "-c", f"import sys; from pathlib import Path; {write}", str(tmp_path / "model")],
-        cwd=REPOSITORY,
-        check=True,
-        timeout=120,
-    )
+    write = [sys.executable, str(REPOSITORY / "tests" / "oracles" / "small_model.py"), str(tmp_path / "model")]
+    subprocess.run(write, cwd=REPOSITORY, check=True, timeout=120)
     engine = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache": "1 MiB", "borrowed_kv": "4 MiB"}
     loan = write_loan(
         tmp_path / "loan.yaml",
@@ -197,21 +192,3 @@ def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> 
     assert any(answer.granted and answer.live for answer in answers)  # while serving had requests, too
     assert not any(answer.granted and answer.waiting for answer in answers)
     assert not (tmp_path / "device.agent").exists()
-
-
-def test_kv_memory_changes_hands_and_nobody_notices(tmp_path: Path) -> None:
-    """Two engines, of which one serves a burst amid the other's turns: see the benchmark."""
-    pytest.importorskip("vllm")
-    rows = tmp_path / "rows.jsonl"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.lending", "memory", "--json", str(rows)],
-        cwd=REPOSITORY,
-        check=True,
-        timeout=600,
-        capture_output=True,
-    )
-    found = {row["metric"]: row for row in map(json.loads, rows.read_text().splitlines())}
-    assert len(found) == 13
-    assert all(row["met"] for metric, row in found.items() if row["goal"] is not None and metric != "time")
-    # Apart from pages at the ends of runs of blocks, none is had by both.
-    assert found["KV memory of both, at most"]["value"] < 1.01

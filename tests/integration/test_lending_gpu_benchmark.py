@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_each_way_of_sharing_is_measured_with_two_live_engines(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
-    command = [sys.executable, "-m", "benchmarks.lending", "gpu", "--rates", "3", "--seconds", "3"]
+    command = [sys.executable, "-m", "benchmarks.lending", "--rates", "3", "--seconds", "3"]
     found = tmp_path / "rows.jsonl"
     run = subprocess.run(
         [*command, "--cpu", "--json", str(found)],
@@ -35,13 +35,13 @@ def test_each_way_of_sharing_is_measured_with_two_live_engines(tmp_path: Path) -
     assert ("serve first", "lent") in value and ("alone", "rollout") not in value
     assert value["alone", "requests"] == value["gate", "requests"] > 0
     assert value["gate", "wait for the token, largest"] > 0
-    assert all(row["date"] and "cores" in row["hardware"] for row in rows)
+    assert "one of " in run.stdout  # its cores
 
 
 def test_where_there_is_no_gpu_it_says_so() -> None:
     pytest.importorskip("torch")
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.lending", "gpu"],
+        [sys.executable, "-m", "benchmarks.lending"],
         cwd=REPOSITORY,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

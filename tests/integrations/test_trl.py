@@ -1,4 +1,5 @@
-"""TRL's own trainer over two vLLM servers behind the gateway: both get all weights, and all rollouts are known."""
+"""TRL's own trainer over vLLM servers behind the gateway, one of which joins in between: all get all weights, and all
+rollouts are known."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from libra.integrations import trl as adapter
 from libra.trajectory import read_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS = 5
+STEPS = 20
+JOINS_AT = 8  # version after which the third engine joins
 
 
 def ask(url: str, body: dict[str, Any]) -> Any:
@@ -36,6 +38,13 @@ def log_probs(engine: str, model: str) -> list[float]:
     return [next(iter(each.values()))["logprob"] for each in shown if each]
 
 
+def answered(engine: str) -> float:
+    """Requests that this engine has answered."""
+    with urllib.request.urlopen(engine + "/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total{"))
+
+
 def test_every_engine_has_each_version_and_every_scored_rollout_is_a_trajectory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,19 +57,24 @@ def test_every_engine_has_each_version_and_every_scored_rollout_is_a_trajectory(
 
     train_on_cpu()
     versions: list[list[list[float]]] = []
-    with fleet(tmp_path / "tiny", tmp_path) as (gateway, engines):
+    with fleet(tmp_path / "tiny", tmp_path, engines=3, behind=2) as (gateway, engines):
 
         class Watched(adapter.FleetWeights):
             def resume(self) -> None:
                 super().resume()
-                versions.append([log_probs(engine, model) for engine in engines])
+                in_service = engines if len(versions) >= JOINS_AT else engines[:2]
+                versions.append([log_probs(engine, model) for engine in in_service])
+                if len(versions) == JOINS_AT:
+                    ask(gateway + "/workers", {"url": engines[2]})
 
         monkeypatch.setattr(trl_async_grpo, "FleetWeights", Watched)
         trl_async_grpo.main(model, gateway, STEPS)
+        assert answered(engines[2]) > len(versions)  # more than ours for log-probabilities
     assert len(versions) >= STEPS
-    for one, other in versions:
-        assert one == other
-    assert sum(before != after for before, after in pairwise(versions)) >= 2  # equal rewards change no weights
+    assert [len(each) for each in versions] == [2] * JOINS_AT + [3] * (len(versions) - JOINS_AT)
+    for first, *others in versions:
+        assert all(other == first for other in others)
+    assert sum(before[0] != after[0] for before, after in pairwise(versions)) >= 2  # equal rewards change no weights
     finished = [each for each in read_trajectories(tmp_path / "log.jsonl") if each.finished]
     assert len(finished) >= STEPS * 16
     assert {0.0, 0.1} <= {each.reward for each in finished} <= {0.0, 0.1, 1.0}

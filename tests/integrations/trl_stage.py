@@ -110,8 +110,8 @@ def train_on_cpu() -> None:
 
 
 @contextmanager
-def fleet(model: Path, folder: Path, engines: int = 2) -> Iterator[tuple[str, list[str]]]:
-    """Addresses of a gateway, and of vLLM servers behind it."""
+def fleet(model: Path, folder: Path, engines: int, behind: int) -> Iterator[tuple[str, list[str]]]:
+    """Addresses of a gateway, and of vLLM servers, the first `behind` of which are behind it."""
     with ExitStack() as stack:
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(engines)]
         for url in urls:
@@ -125,7 +125,7 @@ def fleet(model: Path, folder: Path, engines: int = 2) -> Iterator[tuple[str, li
         gateway = f"http://127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "libra.cli.app", "route", "--port", gateway.rpartition(":")[2]]
         command += ["--log", str(folder / "log.jsonl")]
-        for url in urls:
+        for url in urls[:behind]:
             command += ["--engine", url]
         stack.enter_context(process(command, folder / "gateway.log", {}))
         await_health(gateway)

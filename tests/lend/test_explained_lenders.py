@@ -8,9 +8,9 @@ import pytest
 from oracles.small_lender import CERTIFICATE, lender
 from tables import by_name
 
+from libra.lend.explained import lender_views
 from libra.lend.lent_engine import LentEngine
 from libra.plan.explain.explanation import LenderView
-from libra.plan.explain.lenders import lender_views
 from libra.plan.loan import solve_loans
 from libra.plan.model.solve import solve
 from libra.plan.options.menu import Availability, Menu, Rejected

@@ -23,9 +23,9 @@ from libra.backends.transport.channel import AgentChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop, Tensor
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import WeightsFollower
 from libra.exec.protocols import WorkerLostError
 from libra.lend.backend.lenders import LenderLauncher
+from libra.lend.weights.processes import WeightsFollower
 
 LAYOUT = (Tensor("a", (1000,), 0, "float32"),)
 PUBLISHED = RunWeights(LAYOUT, 4032, LoadWeights(3, 1, 0x9E3C6D2E))

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.config.sealed_line import sealed
+from libra.loop.episode import Episode
 from libra.loop.episode_file import EpisodeFile, EpisodeFileError, EpisodeGroup, History, TakenBatch, read_history
-from libra.loop.rollout import Episode
 from libra.records.files import DiskError, LineFile
 
 

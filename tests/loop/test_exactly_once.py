@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from libra.backends.transport.engine_messages import LoadWeights, LoanState
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, ToolCall
+from libra.loop.episode import Episode
 from libra.loop.fleet import ServingEngine, ServingFleet
-from libra.loop.rollout import Episode, Rollout
+from libra.loop.rollout import Rollout
 from libra.plan.allocation import Allocation, Bucket
 from libra.route import policy
 from libra.route.catalogue import POLICIES, policy_named

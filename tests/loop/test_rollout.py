@@ -14,8 +14,10 @@ from fakes.scripted import MERGED, AskTool, FirstInstance, MergingCodec, Unwatch
 from libra.backends.transport.engine_messages import Generate
 from libra.environments.protocol import Prompt, Tool, ToolError
 from libra.exec.protocols import WorkerLostError
+from libra.loop.episode import Episode
 from libra.loop.fleet import ServingFleet
-from libra.loop.rollout import Episode, Rollout, TurnReport
+from libra.loop.rollout import Rollout
+from libra.loop.turn_maker import TurnReport
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.trajectory.record import ToolStatus, Turn
 

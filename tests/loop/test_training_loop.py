@@ -31,8 +31,9 @@ from libra.config.yaml_file import ConfigError
 from libra.environments.protocol import Prompt
 from libra.exec.journal import read_journal
 from libra.loop.checkpoint import latest_checkpoint, read_interrupted
+from libra.loop.episode import Episode
 from libra.loop.episode_file import History
-from libra.loop.rollout import Episode, Rollout
+from libra.loop.rollout import Rollout
 from libra.loop.training_loop import TrainingLoop
 from libra.records.causes import Cause
 from libra.records.files import DiskError
@@ -230,7 +231,7 @@ def test_what_was_generated_before_is_not_of_a_step_that_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(tmp_path, resume=False, seed=1)
-    session.training.rollout.generated_tokens = 1000  # by the check before the first step
+    monkeypatch.setattr(Rollout, "generated_tokens", 1000)  # by the check before the first step
 
     async def look(training: TrainingLoop) -> None:
         assert training._generated == 1000

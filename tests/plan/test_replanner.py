@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from oracles.small_cluster import CLUSTER, QWEN_14B, trajectories
 from oracles.small_cluster import RECIPE as SMALL_BATCHES
-from oracles.small_lender import SERVING, lender
 
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
@@ -193,35 +192,6 @@ def test_where_no_plan_serves_all_lengths_the_likeliest_decide_alone(monkeypatch
     decision = replanner.step(trajectories(0, 10), [])
     assert replanner.plan is not None
     assert decision.proposed == replanner.plan.predicted
-
-
-def test_a_loan_is_taken_and_given_back_as_traffic_moves() -> None:
-    quiet, busy = lender(1.0), lender(9.0)
-    planner = replace(PLANNER, cluster=replace(CLUSTER, serving=(SERVING,)), lenders=(busy,))
-    replanner = Replanner(planner, switch=FREE, holds=10.0)  # steps: enough to earn back the contexts that are lost
-    borrowed = []
-    for now in (busy, quiet, lender(1.5), busy):
-        replanner.lend([now])
-        replanner.step(trajectories(len(borrowed), 4), [])
-        assert replanner.plan is not None
-        borrowed.append(sum(loan.engines for loan in replanner.plan.loans))
-    assert borrowed[0] == borrowed[3] == 0
-    assert borrowed[1] > 0 and borrowed[2] > 0
-    assert "no longer fits" in replanner.looks[-1].decision.reason
-    with pytest.raises(ValueError, match="lenders are of no pool; give one for each of the planner's, in order: chat"):
-        replanner.lend([])
-    with pytest.raises(ValueError, match="there is no planner"):
-        Replanner(None, tracker=recipe_tracker(PLANNER.recipe, 4.0)).lend([quiet])
-
-
-def test_a_loan_that_is_often_away_is_weighed_by_that() -> None:
-    planner = replace(PLANNER, cluster=replace(CLUSTER, serving=(SERVING,)))
-    steps = {}
-    for name, rates in (("calm", (1.0, 1.0)), ("rough", (1.0, 9.0))):
-        replanner = Replanner(replace(planner, lenders=(lender(*rates),)), switch=FREE)
-        steps[name] = replanner.step(trajectories(0, 4), []).proposed.step
-    alone = Replanner(PLANNER, switch=FREE).step(trajectories(0, 4), []).proposed.step
-    assert steps["calm"] < steps["rough"] <= alone
 
 
 def test_results_can_be_pickled_and_are_the_same_every_time() -> None:

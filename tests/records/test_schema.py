@@ -37,6 +37,7 @@ def test_every_record_comes_back_as_it_was(example_records: Mapping[str, Record]
         (EVENT.replace("}", ', "extra": 1}'), "x.jsonl:3: extra: Unexpected"),
         (EVENT.replace("1.5", '"1.5"'), "x.jsonl:3: time: Input should be a valid number"),
         (EVENT.replace("1.5", "NaN"), "time is nan: a record holds finite numbers only"),
+        (EVENT.replace("1.5", "9" * 400), "time"),
         (EVENT[:20], "x.jsonl:3: line: Invalid JSON"),
         ("", "x.jsonl:3: line: Invalid JSON"),
     ],
@@ -62,6 +63,21 @@ def test_an_error_inside_the_summary_names_its_place(example_records: Mapping[st
     assert parse_record(RunSummary, json.dumps(summary, indent=2), "summary.json") == example_records["summary"]
     summary["evaluations"][1]["questions"] = "many"
     with pytest.raises(RecordFormatError, match=r"summary\.json: evaluations\.1\.questions"):
+        parse_record(RunSummary, json.dumps(summary), "summary.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("peak_memory_bytes", 10**400, "peak_memory_bytes has 401 digits: a record holds integers of 64 bits"),
+        ("device_seconds", {"generating": float("inf")}, "device_seconds is inf: a record holds finite numbers only"),
+    ],
+)
+def test_a_number_that_no_sum_can_hold_is_refused(
+    example_records: Mapping[str, Record], field: str, value: object, complaint: str
+) -> None:
+    summary = json.loads(example_records["summary"].to_json()) | {field: value}
+    with pytest.raises(RecordFormatError, match=complaint):
         parse_record(RunSummary, json.dumps(summary), "summary.json")
 
 

@@ -14,6 +14,7 @@ from libra.plan.problem import InfeasiblePlanError
 from libra.serving import answer as answers
 from libra.serving import ladder
 from libra.serving.answer import SizingAnswer, point_of
+from libra.serving.draws import ANSWERS, PROMPTS
 from libra.serving.engines import NoRoomError
 from libra.serving.holding import held_rate
 from libra.serving.ladder import Asking, highest_rate, repeated, sustained_arrivals
@@ -23,6 +24,7 @@ from libra.serving.question import BRIEF, LASTING, SizingQuestion
 from libra.serving.search import answer, question_of, search
 from libra.serving.search_table import headline
 from libra.serving.trial import trial
+from libra.serving.verdict import Rival, tenths
 from libra.sim.workload.requests import RecordedRequest
 from tests.serving.small_questions import CLUSTER, MODEL, question, requests
 
@@ -70,6 +72,32 @@ def test_a_trial_that_stops_early_decides_as_the_whole_does() -> None:
         rate = float(10 ** generator.uniform(-1, 3))
         whole = trial(asked, candidate, rate, to_the_end=True)
         assert trial(asked, candidate, rate).passed == whole.passed
+
+
+@pytest.mark.parametrize("objectives", ["ttft_p90=0.5,tpot_mean=0.05", "ttft_mean=0.5", "latency_p90=9,tpot_p90=0.03"])
+def test_a_trial_is_stopped_for_a_rival_that_is_no_slower_and_for_no_other(objectives: str) -> None:
+    generator = np.random.default_rng(11)
+    menu = ServingMenu(MenuFile(nodes=("h100",), max_num_seqs=(16,), engines=(1,)))
+    for _ in range(8):
+        asked = question(requests(generator, 40), *parse_objectives(objectives))
+        candidate, rate = next(menu.candidates(asked)), float(10 ** generator.uniform(-1, 1.5))
+        whole = trial(asked, candidate, rate, to_the_end=True)
+        reached = tenths(asked, whole.ttft, whole.tpot)
+        for ttft, tpot in generator.integers(0, 11, (8, 2)).tolist():
+            rival = Rival("another", inf, (ttft, tpot))
+            stopped = trial(asked, candidate, rate, rivals=(rival,)).slower
+            slower = ttft <= reached[0] and tpot <= reached[1]
+            assert stopped == (rival if slower and whole.passed else None) or (slower and not whole.passed)
+
+
+@pytest.mark.parametrize("start", [0.5, 8.0, 512.0])
+def test_where_a_search_begins_changes_nothing(start: float) -> None:
+    asked = question(requests(np.random.default_rng(3), 60), *parse_objectives("ttft_p90=0.5,tpot_mean=0.05"))
+    candidate = next(SMALL.candidates(asked))
+    held = held_rate(asked, Asking(candidate))
+    for first, sure in ((PROMPTS, True), (ANSWERS, False)):
+        again = held_rate(asked, Asking(candidate, start=start, first=first, sure=sure))
+        assert (again.trial, again.checks) == (held.trial, held.checks)
 
 
 def found(menu: ServingMenu = MENU, **settings: float) -> SizingAnswer:

@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.micro_batches import alike_makespan, makespan
 from test_cluster_equality import assert_equal
 from test_group import groups
 
 from libra.cost.afd import StageGrid
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
-from libra.cost.micro_batches import alike_makespan, makespan
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE, kv_of
-from oracles.small_lender import SERVING, lender
 
 from libra.config.recipe import Recipe
 from libra.config.run import load_config
@@ -56,22 +55,6 @@ def agents(count: int, *, tool: str | None = "search", seconds_each: float | Non
         )
         made.append(Trajectory(f"t{i}", f"p{i}", "x", 300 + 40 * i, turns, None, 0, True))
     return made
-
-
-def test_lent_engines_have_the_memory_and_the_share_that_was_priced() -> None:
-    recipe = RECIPE.model_copy(update={"batch": 2048})  # more rollout than one's own GPUs do in time
-    planner = Planner(replace(CLUSTER, serving=(SERVING,)), QWEN_06B, recipe, lenders=(lender(2.0),))
-    plan = planner.plan(CLASSES)
-    (loan,), (beside,) = plan.loans, plan.request.menu().lent
-    lent = [engine for engine in planned_engines(plan) if engine.name.startswith("chat-")]
-    own = next(engine for engine in planned_engines(cluster_plan()) if engine.name.startswith("a800-"))
-    assert len(lent) == loan.engines
-    config = lent[0].config
-    assert config.max_model_len == beside.holds + 1  # for the token that is one too many
-    assert config.kv_blocks * config.block_size == beside.kv_tokens // config.block_size * config.block_size
-    if own.devices == 1:  # the same engine, for all of the time
-        times = [engine.cost.line(DecodeBatch(4), 4000)[0] for engine in (lent[0], own)]
-        assert times[0] == pytest.approx(times[1] / 0.8, rel=1e-3)
 
 
 def test_the_engines_are_those_of_the_plan() -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import pytest
 
-from benchmarks.soak.faults import IN_GRANT, Fault, Kind
-from benchmarks.soak.lenders import Lenders
+from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
-
-NO_LENDERS = Lenders(Path(), 0)
 
 
 @dataclass
@@ -63,10 +58,10 @@ def session() -> Iterator[MadeSitting]:
     made.end()
 
 
-def weather(session: MadeSitting, *faults: Fault, lenders: Lenders = NO_LENDERS) -> list[Struck]:
+def weather(session: MadeSitting, *faults: Fault) -> list[Struck]:
     """All faults, one after the other; those that strike nobody are given up at once."""
     struck: list[Struck] = []
-    storm = Storm(iter(faults), struck.append, lenders)
+    storm = Storm(iter(faults), struck.append)
     while not storm.over:
         storm.tick(cast(Session, session))
         storm._due -= 10.0
@@ -89,7 +84,7 @@ def test_one_core_of_two_is_killed_and_no_other_until_it_is_back(session: MadeSi
 
 def test_a_core_that_is_back_counts_again(session: MadeSitting) -> None:
     struck: list[Struck] = []
-    storm = Storm(iter([kills(Kind.KILL_CORE)] * 2), struck.append, NO_LENDERS)
+    storm = Storm(iter([kills(Kind.KILL_CORE)] * 2), struck.append)
     while len(struck) < 1:
         storm.tick(cast(Session, session))
     session.status(struck[0].worker)
@@ -103,7 +98,7 @@ def test_a_core_that_is_back_counts_again(session: MadeSitting) -> None:
 def test_nothing_happens_before_all_workers_are_there(session: MadeSitting, kind: Kind) -> None:
     session.ready = False
     struck: list[Struck] = []
-    storm = Storm(iter([kills(kind)]), struck.append, NO_LENDERS)
+    storm = Storm(iter([kills(kind)]), struck.append)
     for _ in range(5):
         storm.tick(cast(Session, session))
         storm._due -= 10.0
@@ -111,7 +106,7 @@ def test_nothing_happens_before_all_workers_are_there(session: MadeSitting, kind
 
 
 def test_who_is_stopped_goes_on(session: MadeSitting) -> None:
-    storm = Storm(iter([Fault(Kind.SLOW, 0.0, 0.99, 0.3)]), lambda struck: None, NO_LENDERS)
+    storm = Storm(iter([Fault(Kind.SLOW, 0.0, 0.99, 0.3)]), lambda struck: None)
     stopped, ends = psutil.Process(session.pids["rollout-0"]), time.monotonic() + 10.0
     seen = set()
     while time.monotonic() < ends and seen < {True, False}:
@@ -128,45 +123,3 @@ def test_a_worker_in_a_move_is_struck_as_one(session: MadeSitting) -> None:
     session.moves["hybrid-0"] = {}
     [struck] = weather(session, kills(Kind.KILL_MOVING))
     assert (struck.worker, session.status("hybrid-0")) == ("hybrid-0", -signal.SIGKILL)
-
-
-HOLDER = """
-import fcntl, sys
-device = open(sys.argv[1])
-fcntl.flock(device, fcntl.LOCK_EX)
-print("there", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("kind", sorted(IN_GRANT))
-def test_a_borrower_is_struck_in_its_grant_and_at_no_other_time(
-    session: MadeSitting, kind: Kind, tmp_path: Path
-) -> None:
-    lenders = Lenders(tmp_path, 1)
-    lenders.device("lent-0").touch()
-    session.roles["lent-0"] = "rollout"
-    session.start("lent-0")
-    assert weather(session, kills(kind), lenders=lenders) == []
-    psutil.Process(session.pids["lent-0"]).kill()
-    assert session.status("lent-0") == -signal.SIGKILL  # it went on before
-    command = [sys.executable, "-c", HOLDER, str(lenders.device("lent-0"))]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    session._started["lent-0"], session.pids["lent-0"] = holder, holder.pid
-    assert holder.stdout is not None and holder.stdout.readline() == b"there\n"
-    [struck] = weather(session, kills(kind), lenders=lenders)
-    assert (struck.worker, struck.pid) == ("lent-0", holder.pid)
-    if kind is Kind.KILL_BORROWER:
-        assert session.status("lent-0") == -signal.SIGKILL
-    else:
-        holder.communicate()  # it was let go
-        assert session.status("lent-0") == 0
-
-
-def test_a_file_that_cannot_grow_is_the_disk_of_one_process(session: MadeSitting, tmp_path: Path) -> None:
-    lenders = Lenders(tmp_path, 1)
-    lenders.record("lent-0").write_text("a line\n")
-    session.roles["lent-0"] = "rollout"
-    session.start("lent-0")
-    [struck] = weather(session, kills(Kind.FULL_DISK), lenders=lenders)
-    assert resource.prlimit(struck.pid, resource.RLIMIT_FSIZE)[0] == 7

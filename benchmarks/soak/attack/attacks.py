@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.soak.attack.findings import Finding
+from benchmarks.rows import Row, never
 from benchmarks.soak.attack.listeners import attack_listeners
 from benchmarks.soak.attack.readers import read_mutated
 from benchmarks.soak.attack.run_directories import NAME, make_run, resume_damaged
@@ -34,8 +34,8 @@ class Size:
 FULL, QUICK = Size(2_000, 60.0, 5_000, 1_500, 20.0), Size(200, 10.0, 300, 60, 8.0)
 
 
-def attack(names: Sequence[str], size: Size, seed: int, say: Say) -> Iterator[Finding]:
-    """The findings of these attacks, as they come."""
+def attack(names: Sequence[str], size: Size, seed: int, say: Say) -> Iterator[Row]:
+    """Rows of these attacks, as they come."""
     with tempfile.TemporaryDirectory(prefix="libra-attack-") as directory:
         whole = Path(directory) / "run"
         if {"files", "runs"} & {*names}:
@@ -49,10 +49,10 @@ def attack(names: Sequence[str], size: Size, seed: int, say: Say) -> Iterator[Fi
             try:
                 yield from _attack(name, size, folder, whole, seed, say)
             except (RuntimeError, OSError) as error:
-                yield Finding(name, "the attack came to its end", str(error), "it does", False)
+                yield never(name, "attacks that broke off", [str(error)], "one")
 
 
-def _attack(name: str, size: Size, folder: Path, whole: Path, seed: int, say: Say) -> Iterator[Finding]:
+def _attack(name: str, size: Size, folder: Path, whole: Path, seed: int, say: Say) -> Iterator[Row]:
     match name:
         case "sessions":
             yield from attack_sessions(folder, size.sessions, size.seconds, say, seed)

@@ -90,7 +90,7 @@ def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
 
 
-async def read_and_stop(config: RunConfig, environment: object, display: object, resume: bool) -> None:
+async def read_and_stop(config: RunConfig, environment: object, display: object, resume: bool, planned: str) -> None:
     """Stands in for `libra.loop.run.run`: reads all that a resumed session reads, and stops."""
     from libra.loop.checkpoint import missing_trajectories, read_interrupted
     from libra.plan.problem import InfeasiblePlanError

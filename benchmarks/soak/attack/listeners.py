@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.soak.attack.findings import Finding, below
+from benchmarks.rows import Row, below, never
 from benchmarks.soak.attack.servers import Server, emulate, route, started
 
 ATTACK = "idle, slow and large"
@@ -57,21 +57,22 @@ class Target:
     bombs: tuple[bytes, ...]
 
 
-def attack_listeners(folder: Path, seconds: float, say: Callable[[str], None]) -> Iterator[Finding]:
+def attack_listeners(folder: Path, seconds: float, say: Callable[[str], None]) -> Iterator[Row]:
     """Attack one listener after the other for `seconds` each."""
     with ExitStack() as stack:
         for target in _targets(folder, stack):
             alone, attacked, before, wrong = _attack(target, seconds)
             say(f"{target.name}: {1e3 * alone:.1f} ms alone, {1e3 * attacked:.1f} ms attacked")
-            goes_on = target.server.alive and not wrong
-            measured = "; ".join(["yes" if target.server.alive else "it ended", *wrong[:2]])
-            yield Finding(ATTACK, f"{target.name} goes on, and answers others", measured, "yes", goes_on)
+            ended = [] if target.server.alive else ["it ended"]
+            yield never(
+                ATTACK, f"ends of the {target.name}, and requests of others without an answer", ended + wrong, ""
+            )
             times = attacked / alone
             what = f"P99 of others at the {target.name}, {1e3 * alone:.1f} ms before"
-            yield below(ATTACK, what, times, _MOST_TIMES, "times")
+            yield below(ATTACK, what, times, "times", _MOST_TIMES)
             if target.server.alive:
                 grown = _megabytes(target.server) - before
-                yield below(ATTACK, f"memory that the {target.name} keeps", grown, _MOST_MEGABYTES, "MB")
+                yield below(ATTACK, f"memory that the {target.name} keeps", grown, "MB", _MOST_MEGABYTES)
             target.server.end()
 
 
@@ -286,7 +287,7 @@ def _answered(port: int, asked: bytes) -> Ask:
 
 def _follow(port: int, token: str) -> Ask:
     from libra.backends.weights.grid import Grid
-    from libra.backends.weights.wire import Hello, Welcome, pack, receive, runs
+    from libra.lend.weights.wire import Hello, Welcome, pack, receive, runs
 
     grid = Grid(1 << 22, "bfloat16")
     nothing, everything = runs(np.full(len(grid), -1)), runs(np.ones(len(grid), np.bool_))

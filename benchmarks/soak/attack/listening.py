@@ -46,7 +46,7 @@ async def weights(folder: Path) -> None:
     from libra.backends.transport.engine_messages import LoadWeights
     from libra.backends.transport.shared_memory import BUFFERS
     from libra.backends.weights.grid import Grid
-    from libra.backends.weights.processes import WeightsPublisher
+    from libra.lend.weights.processes import WeightsPublisher
 
     grid = Grid(1 << 22, "bfloat16")
     memory = os.memfd_create("weights", 0)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.rows import Row, never
 from benchmarks.soak.attack.commands import STOPPED, Commands, Ended
 from benchmarks.soak.attack.damage import drawn
-from benchmarks.soak.attack.findings import Finding, none
 from libra.route.catalogue import policy_named
 from libra.trajectory import read_trajectories
 
@@ -74,7 +74,7 @@ READERS = (
 )
 
 
-def read_mutated(folder: Path, run: Path, count: int, say: Callable[[str], None], seed: int = 0) -> Iterator[Finding]:
+def read_mutated(folder: Path, run: Path, count: int, say: Callable[[str], None], seed: int = 0) -> Iterator[Row]:
     """Give `count` mutated files to the readers in turn. `run`: directory of a run that has ended."""
     rng, commands = random.Random(f"files:{seed}"), Commands()
     whole, here, wrong, real, statuses = folder / "whole", folder / "mutated", list[str](), list[str](), Counter[int]()
@@ -105,8 +105,8 @@ def read_mutated(folder: Path, run: Path, count: int, say: Callable[[str], None]
     said = ", ".join(f"{times:,} of status {status}" for status, times in sorted(statuses.items()))
     taken = f"at most {longest:.1f} s and {largest:,.0f} MB"
     looked = f"{count:,} ({said}; {taken})"
-    yield none(_ATTACK, "neither read nor refused in one line in 5 s and 500 MB", wrong, looked)
-    yield none(_ATTACK, "ended otherwise in a process of its own", real, f"about {_REAL}")
+    yield never(_ATTACK, "neither read nor refused in one line in 5 s and 500 MB", wrong, looked)
+    yield never(_ATTACK, "ended otherwise in a process of its own", real, f"about {_REAL}")
 
 
 def _require_whole(commands: Commands, whole: Path, here: Path) -> None:

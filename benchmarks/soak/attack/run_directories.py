@@ -14,9 +14,9 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.rows import Row, never
 from benchmarks.soak.attack.commands import STOPPED, Commands
 from benchmarks.soak.attack.damage import STRANGE, damage_run, drawn
-from benchmarks.soak.attack.findings import Finding, none
 
 _ATTACK, NAME = "damaged runs", "attacked"
 _TELL = 250  # directories between two lines of progress
@@ -49,7 +49,7 @@ def make_run(folder: Path) -> Path:
     return folder / "runs" / NAME
 
 
-def resume_damaged(folder: Path, count: int, say: Callable[[str], None], seed: int = 0) -> Iterator[Finding]:
+def resume_damaged(folder: Path, count: int, say: Callable[[str], None], seed: int = 0) -> Iterator[Row]:
     """Resume `count` damaged copies of the run that `make_run` left in `folder`."""
     rng, commands, wrong, gone_on = random.Random(f"runs:{seed}"), Commands(), list[str](), 0
     words, copy = ("run", "run.yaml", "--resume"), folder / "damaged"
@@ -75,4 +75,4 @@ def resume_damaged(folder: Path, count: int, say: Callable[[str], None], seed: i
     finally:
         commands.close()
     looked = f"{count:,} ({gone_on:,} go on; at most {longest:.1f} s and {largest:,.0f} MB)"
-    yield none(_ATTACK, "neither resumed nor refused in one line in 5 s and 500 MB", wrong, looked)
+    yield never(_ATTACK, "neither resumed nor refused in one line in 5 s and 500 MB", wrong, looked)

@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
-from benchmarks.soak.attack.findings import Finding, below, none
+from benchmarks.rows import Row, below, never
 from benchmarks.soak.attack.servers import Server, emulate, route, start, started
 
 ATTACK = "sessions while engines die"
@@ -45,7 +45,7 @@ class _Told:
 
 def attack_sessions(
     folder: Path, count: int, seconds: float, say: Callable[[str], None], seed: int = 0
-) -> Iterator[Finding]:
+) -> Iterator[Row]:
     """Keep `count` sessions for `seconds` while faults strike."""
     rng, log = random.Random(f"sessions:{seed}"), folder / "log.jsonl"
     engines = [start(*emulate(folder / f"engine-{it}.yaml", "--port", 0)) for it in range(_ENGINES)]
@@ -62,11 +62,11 @@ def attack_sessions(
     said = ", ".join(f"{times:,} {what}" for what, times in told.answers.most_common())
     say(f"sessions: {said}; {sum(faults.values())} faults; {len(logged):,} trajectories in the log")
     requests = f"{told.answers.total():,} requests of {count:,} sessions, {sum(faults.values())} faults ({said})"
-    yield none(ATTACK, "requests neither answered whole nor told why", told.wrong, requests)
-    yield none(ATTACK, "trajectories not finished exactly once", wrong, f"{len(told.finished):,}")
-    yield Finding(ATTACK, "the gateway goes on", "yes" if alive else "it ended", "yes", alive)
+    yield never(ATTACK, "requests neither answered whole nor told why", told.wrong, requests)
+    yield never(ATTACK, "trajectories not finished exactly once", wrong, f"{len(told.finished):,}")
+    yield never(ATTACK, "ends of the gateway", [] if alive else ["it ended"], "looked once")
     metric = f"memory {_SETTLE_SECONDS:.0f} s after, beyond that of before"
-    yield below(ATTACK, metric, after - before, _MOST_MEGABYTES, "MB")
+    yield below(ATTACK, metric, after - before, "MB", _MOST_MEGABYTES)
 
 
 async def _run(

@@ -7,6 +7,7 @@ can start a process of another user; without that nothing here is run, and the r
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -19,12 +20,12 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.soak.attack.findings import Finding, none, not_run
+from benchmarks.rows import Row, never
 from benchmarks.soak.attack.servers import Server, emulate, route, started
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.wire import Hello, pack
 from libra.lend.backend.device_page import LendingError
 from libra.lend.backend.serving_token import ServingToken
+from libra.lend.weights.wire import Hello, pack
 
 ATTACK = "another user"
 _STRANGER = 65_534
@@ -72,11 +73,11 @@ for kind, where, sent in json.loads(sys.stdin.read()):
 Try = tuple[str, Any, str]
 
 
-def attack_as_stranger(say: Callable[[str], None]) -> Iterator[Finding]:
+def attack_as_stranger(say: Callable[[str], None]) -> Iterator[Row]:
     """Start what listens or lies about, and try all of it as another user."""
     if os.geteuid() != 0:
-        why = "only root can start a process of another user"
-        yield from (not_run(ATTACK, what, why, "0") for what in (_READ, _ENDED, _TAKEN))
+        why = "not run: only root can start a process of another user"
+        yield from (Row(ATTACK, what, math.nan, "", note=why) for what in (_READ, _ENDED, _TAKEN))
         return
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="shared-") as shared, ExitStack() as stack:
         folder = Path(shared)
@@ -89,10 +90,10 @@ def attack_as_stranger(say: Callable[[str], None]) -> Iterator[Finding]:
             if not _kept_out(kind, answer)
         ]
         say(f"{len(tries)} tries of another user")
-        yield none(ATTACK, _READ, wrong, f"{len(tries)} tries at {len(servers)} processes")
+        yield never(ATTACK, _READ, wrong, f"{len(tries)} tries at {len(servers)} processes")
         ended = [name for name, server in servers.items() if not server.alive]
-        yield none(ATTACK, _ENDED, ended, f"{len(servers)}: {', '.join(servers)}")
-        yield none(ATTACK, _TAKEN, *_prepared(folder))
+        yield never(ATTACK, _ENDED, ended, f"{len(servers)}: {', '.join(servers)}")
+        yield never(ATTACK, _TAKEN, *_prepared(folder))
 
 
 def _kept_out(kind: str, answer: str) -> bool:

@@ -1,7 +1,7 @@
 """Measures the speed of one device: matrix products, attention, a training step, with torch alone.
 
-Invariant: whatever is reported was measured here, after a warm-up, as the median of repeated runs with their spread;
-the work of every run is counted by formula, so that rates of different devices mean the same.
+Invariant: every reported rate was measured here, after a warm-up, as the median of repeated runs with their spread. The
+work of a run is counted by formula, so rates of different devices are comparable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEAD = 64  # width of the heads of the model that is trained
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Amount of work of each measurement. It should outgrow the caches, and take much longer than its launch."""
+    """Amount of work of each measurement. It should exceed the caches, and take much longer than its launch."""
 
     products: tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs of linear layers that arithmetic bounds
     weights: tuple[int, int]  # inputs, outputs of a linear layer over one token, which memory bounds
@@ -146,10 +146,8 @@ class _Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def seconds(self, call: Callable[[], object], calls: int) -> list[float]:
-        """Seconds of one of `calls` calls in a row, once for every repeat.
-
-        On CUDA the calls are one graph, as engines replay their decode, so the gaps between kernels are the device's.
-        """
+        """Seconds of each of `calls` calls in sequence, once for every repeat. On CUDA the calls are one graph, as in
+        an engine's decode, so gaps between kernels are the device's."""
         if self.device.type == "cuda":
             aside = torch.cuda.Stream(self.device)
             aside.wait_stream(torch.cuda.current_stream(self.device))
@@ -192,8 +190,8 @@ def _pooled(values: list[float]) -> Measured:
 def _training(bench: _Bench) -> tuple[Measured, int]:
     """FLOP/s of forward, backward and AdamW, and the parameters of the model.
 
-    A step is 6 FLOPs a token and matrix weight (Kaplan et al. 2020, section 2.1) and, for causal attention, 6 * length
-    * hidden a token and layer; the embedding's look-up is no product.
+    A step takes 6 FLOPs for each token and matrix weight (Kaplan et al. 2020, section 2.1), and 6 * length * hidden for
+    each token and layer of causal attention. The embedding is a look-up, not a product.
     """
     sizes = bench.sizes
     model = _decoder(bench)
@@ -214,7 +212,7 @@ def _training(bench: _Bench) -> tuple[Measured, int]:
 
 
 def _decoder(bench: _Bench) -> nn.Module:
-    """A decoder-only transformer with gated MLPs, as small as it can be written."""
+    """A minimal decoder-only transformer with gated MLPs."""
     sizes = bench.sizes
 
     class Layer(nn.Module):

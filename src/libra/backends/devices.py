@@ -1,6 +1,6 @@
 """The GPUs of this machine, and the device of each slot: a share of a core, a share of a GPU, or whole GPUs.
 
-Invariant: nothing here imports torch or opens a CUDA context: the driver's own tool is asked. A GPU that another
+Invariant: nothing here imports torch or opens a CUDA context: the driver's own tool lists the GPUs. A GPU that another
 process uses is never given to a slot.
 """
 
@@ -49,7 +49,7 @@ class SlotDevice:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of its workers, in addition to those of their kind."""
+        """Environment variables of its workers, in addition to those of their kind."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
 
@@ -57,7 +57,7 @@ CPU = SlotDevice()
 
 
 def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that this process may use; none where there is no driver. Raises `DeviceError`."""
+    """The GPUs that this process may use; none without a driver. Raises `DeviceError`."""
     if shutil.which(_TOOL, path=environment.get("PATH")) is None:
         return ()
     users: dict[str, list[int]] = {}
@@ -71,18 +71,26 @@ def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     return tuple(_visible(gpus, environment.get("CUDA_VISIBLE_DEVICES")))
 
 
-def slot_devices(cluster: ClusterConfig) -> tuple[SlotDevice, ...]:
-    """The device of each slot of this machine; empty where slots are CPU slots. Raises `ConfigError`."""
+def run_gpus(cluster: ClusterConfig) -> tuple[Gpu, ...]:
+    """The GPUs of this machine from which a run has its slots; none where they are CPU slots. Raises `ConfigError`."""
     if cluster.device == "cpu" or (cluster.device == "auto" and not _installed("vllm")):
         return ()
     try:
         gpus = inventory()
     except DeviceError as error:
         raise ConfigError(f"cluster.device: {error}; set it to cpu, or mend the driver") from None
-    if not gpus:
-        if cluster.device == "auto":
-            return ()
+    if not gpus and cluster.device == "cuda":
         raise ConfigError(f"cluster.device: cuda, and {_TOOL} lists no GPU that is visible here; set it to cpu")
+    return gpus
+
+
+def slot_devices(cluster: ClusterConfig) -> tuple[SlotDevice, ...]:
+    """The device of each slot of this machine; empty where slots are CPU slots. Raises `ConfigError`."""
+    gpus = run_gpus(cluster)
+    if not gpus:
+        return ()
+    if cluster.placement is not None:
+        return _as_placed(gpus, cluster.placement)
     return placed(gpus, cluster.slots, cluster.share, cluster.gpus)
 
 
@@ -112,6 +120,18 @@ def placed(gpus: Sequence[Gpu], slots: int, share: float, each: int) -> tuple[Sl
     return tuple(SlotDevice("cuda", room) for room in rooms[:slots])
 
 
+def _as_placed(gpus: Sequence[Gpu], placement: Sequence[Sequence[int]]) -> tuple[SlotDevice, ...]:
+    """The slots on the GPUs that were named. Raises `ConfigError` where one is not there, or is used."""
+    there = {gpu.index: gpu for gpu in gpus}
+    for index in (index for slot in placement for index in slot):
+        if index not in there or there[index].users:
+            why = f"is used by process {there[index].users[0]}" if index in there else "is not visible here"
+            raise ConfigError(
+                f"cluster.placement: GPU {index} {why}; name GPUs that nvidia-smi lists, without a process"
+            )
+    return tuple(SlotDevice("cuda", tuple(map(str, slot))) for slot in placement)
+
+
 def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:
     """Speed of bf16 on the oldest of these GPUs. Raises `DeviceError` where there is none."""
     if not gpus:
@@ -120,7 +140,8 @@ def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:
 
 
 def hardware_name(on_gpus: bool) -> str:
-    """The machine's processor, and where workers are on GPUs these and their driver: equal where measured costs are."""
+    """The machine's processor, and for workers on GPUs also the GPUs and their driver. Measured costs apply to machines
+    of equal name."""
     return f"{processor_name()}, {gpu_names(inventory())}" if on_gpus else processor_name()
 
 

@@ -1,8 +1,8 @@
-"""The machine a run is made on: its processor and libraries, and the number format it computes in: bfloat16 where its
-devices multiply it fast, float32 elsewhere.
+"""The machine of a run: its processor and libraries, and its number format: bfloat16 where its devices multiply it
+fast, float32 elsewhere.
 
-Invariant: the format follows from what was asked for and what was found on the devices, and a run has one: trainers,
-engines, the weights between them and the KV cache.
+Invariant: the format follows from the configuration and from measurements of the devices, and a run has one for all:
+trainers, engines, the weights between them and the KV cache.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Choice:
 
 
 def choose(asked: Literal["auto"] | Chosen, devices: Sequence[Bf16Speed]) -> Choice:
-    """`auto` takes what the slowest of the devices computes fast; anything else is obeyed."""
+    """`auto` takes the format in which the slowest device is fast; others are obeyed."""
     slowest = max(devices, key=lambda device: (not device.fast, device.relative_seconds or 0.0))
     best: Chosen = "bf16" if slowest.fast else "fp32"
     where = "here" if len(devices) == 1 else f"on the slowest of {len(devices)} nodes"
@@ -79,7 +79,7 @@ def served_dtype(precision: Precision) -> Dtype:
 
 
 def probe(kind: str | None = None) -> Bf16Speed:
-    """Speed of `kind`, "cuda" or "cpu"; the latter is tried for tenths of a second. None: the GPU, or the CPU where
+    """Speed of `kind`, "cuda" or "cpu"; the CPU is measured for tenths of a second. None: the GPU, or the CPU where
     there is none."""
     import torch
 
@@ -107,13 +107,13 @@ def bf16_instructions(cpuinfo: str, environment: Mapping[str, str]) -> str:
 
 
 def cpu_limits(environment: Mapping[str, str]) -> str:
-    """The limits on a CPU's instructions that are set, such as `ONEDNN_MAX_CPU_ISA=AVX2`; empty where none is."""
+    """The limits set on a CPU's instructions, such as `ONEDNN_MAX_CPU_ISA=AVX2`; empty if none is."""
     return " ".join(f"{name}={environment[name]}" for name in _LIMITS if environment.get(name))
 
 
 def _relative_seconds() -> float:
-    """Time of a linear layer's three products (forward, gradients of input and weight; their kernels differ by ten
-    times) in bf16, relative to fp32: the least of a few, made in turn."""
+    """Time of a linear layer's three products in bf16, relative to fp32: the least of a few alternating runs. The
+    products are forward and the gradients of input and weight; their kernels differ by a factor of ten."""
     import torch
 
     pairs = [[torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in "xw"] for dtype in (torch.bfloat16, torch.float32)]
@@ -133,7 +133,7 @@ def _relative_seconds() -> float:
 
 
 def versions(libraries: Iterable[str]) -> dict[str, str]:
-    """The versions of the libraries that are installed, by name."""
+    """Versions of the installed libraries, by name."""
     found = {}
     for name in libraries:
         with suppress(PackageNotFoundError):

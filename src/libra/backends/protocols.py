@@ -1,7 +1,7 @@
 """Interfaces of a run to its trainer and its rollout engines. `grpo` and `vllm` implement them.
 
-Invariant: each protocol has what a run calls, and nothing else; how replicas share a step, or how an engine batches, is
-the backend's business. All times are seconds.
+Invariant: each protocol has only what a run calls. The backend decides how replicas share a step, or how an engine
+batches. All times are seconds.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class StepResult:
 
 class Trainer(Protocol):
     """The training side as one unit: replicas that share each step. Core replicas stay for the whole run, hybrid ones
-    join and leave. A replica that is lost in a verb is dropped and the verb goes on without it; every verb that takes
-    time raises `CoreLostError` when no core replica is left."""
+    join and leave. A verb drops a replica that is lost meanwhile and continues without it. Every verb that takes time
+    raises `CoreLostError` when no core replica is left."""
 
     @property
     def boundary(self) -> asyncio.Lock:
@@ -71,37 +71,37 @@ class Trainer(Protocol):
 
     @property
     def step_allowance(self) -> float:
-        """Estimated seconds within which a step is made, or a replica is found to be lost in it."""
+        """Estimated seconds within which a step is made, or the loss of a replica is noticed."""
         ...
 
     def require_core(self) -> None:
-        """Raises `CoreLostError` when no core replica is there."""
+        """Raises `CoreLostError` when no core replica is present."""
         ...
 
     def hybrids(self) -> tuple[str, ...]:
-        """Names of the replicas that are there and may leave."""
+        """Names of the present replicas that may leave."""
         ...
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
-        """Make weight version `version` of these samples, and publish it; made by all replicas, or by none.
+        """Make weight version `version` from these samples, and publish it. All replicas make it, or none.
 
         `sequences` and `tokens` describe the whole batch, for the denominator of the loss: trajectories without a
         signal are counted and not sent. Raises `ExchangeError` when gradients cannot be reduced, and `DivergedError`
-        when replicas hold different parameters."""
+        when replicas hold different parameters.
+        """
         ...
 
     async def publish(self, version: int, buffer: int) -> int:
-        """Write the weights, as they are, into that buffer again, as that version; returns their checksum."""
+        """Write the current weights into that buffer again, as that version; returns their checksum."""
         ...
 
     async def join(self, replica: Handle, core: bool = False) -> float:
-        """Take in a started replica, which contributes from the next step on; returns the seconds that a step waited
-        for it. Raises `JoinError` when it cannot be taken in, and `WorkerLostError` when it is lost; its process is
-        ended then."""
+        """Admit a started replica, which contributes from the next step on; returns the seconds that a step waited for
+        it. Raises `JoinError` when it cannot join, and `WorkerLostError` when it is lost; its process is then ended."""
         ...
 
     async def leave(self, name: str) -> Handle:
-        """Let a hybrid replica go at a step boundary; returns it, still running. Raises `WorkerLostError` when it is
+        """Release a hybrid replica at a step boundary; returns it, still running. Raises `WorkerLostError` when it is
         lost before."""
         ...
 
@@ -116,12 +116,12 @@ class Trainer(Protocol):
 
     async def save(self, directory: Path, optimiser: bool) -> None:
         """Write the weights in Hugging Face layout, with or without the state of the optimiser. Raises `DiskError`,
-        and leaves no part of a file then."""
+        without leaving part of a file."""
         ...
 
 
 class Engine(Protocol):
-    """A rollout engine in its worker process. Verbs that take time raise `WorkerLostError` when it goes away."""
+    """A rollout engine in its worker process. Verbs that take time raise `WorkerLostError` when it is lost."""
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class Engine(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether it is gone, or was stopped."""
+        """Whether the engine is lost, or was stopped."""
         ...
 
     @property
@@ -145,22 +145,22 @@ class Engine(Protocol):
 
     @property
     def lent(self) -> bool:
-        """Whether its device serves users, too, and is available only as far as they leave it."""
+        """Whether its device also serves users, and is available only in the time that they leave."""
         ...
 
     @property
     def away(self) -> str:
-        """Reason why nothing is lent to it for the time being; empty: it serves."""
+        """Reason why nothing is lent to it at present; empty: it serves."""
         ...
 
     @property
     def away_seconds(self) -> float:
-        """Total seconds for which it was away so far; 0 where its device is its own."""
+        """Total seconds for which it was unavailable so far; 0 if its device is its own."""
         ...
 
     @property
     def loan(self) -> LoanState | None:
-        """The loan, as of its last report; None: its device is its own, or there was no report yet."""
+        """The loan, as of its last report; None: its device is its own, or there is no report yet."""
         ...
 
     @property
@@ -175,7 +175,7 @@ class Engine(Protocol):
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds spent in iterations since it started, as of its last report; so are the next four."""
+        """Seconds spent in iterations since it started, as of its last report, like the next four."""
         ...
 
     @property
@@ -199,38 +199,38 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
-        """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they come, all of
-        them before this returns or raises."""
+        """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they arrive, all
+        of them before this returns or raises."""
         ...
 
     def interrupt(self, turn: str) -> None:
-        """Stop a turn where it is; its `generate` returns once its last tokens have come."""
+        """Stop a turn now; its `generate` returns once its last tokens have arrived."""
         ...
 
     def expecting(self, tokens: int) -> AbstractContextManager[None]:
-        """Count a request of this size, which is on its way to the engine, as one that it holds."""
+        """Count a request of this size, in flight to the engine, as one that it holds."""
         ...
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
-        """Have KV saved for another engine; None when this one goes away first."""
+        """Have KV saved for another engine; None if this one is lost first."""
         ...
 
     def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
-        """Done when the KV of a transfer, which a request that is about to be sent brings, is not needed any more; None
-        when the engine goes away first."""
+        """Done when the KV of a transfer, which a coming request uses, is no longer needed; None if the engine is lost
+        first."""
         ...
 
     async def load(self, order: LoadWeights) -> float:
-        """Take new weights between two iterations; returns the seconds that the engine stood still for it."""
+        """Take new weights between two iterations; returns the seconds that the engine paused for it."""
         ...
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
         """Give an order to measure, and wait for its answer, `deadline` seconds at most. Raises `WorkerFailedError`
-        when the engine says that it cannot, and `TimeoutError`, with which it is lost."""
+        when the engine reports that it cannot, and `TimeoutError`, after which it is lost."""
         ...
 
     def declare_lost(self, why: str) -> None:
-        """Take the engine for lost: all that waits for it fails."""
+        """Treat the engine as lost: all its waiting callers fail."""
         ...
 
     async def drained(self, deadline: float) -> bool:
@@ -238,7 +238,7 @@ class Engine(Protocol):
         ...
 
     async def vacate(self, deadline: float) -> None:
-        """Stop all turns where they are, to go on elsewhere, and wait until the KV that they want is saved, `deadline`
+        """Stop all turns now, for other engines to continue, and wait until the KV that they need is saved, `deadline`
         seconds at most."""
         ...
 

@@ -22,8 +22,7 @@ _VOCABULARY_MULTIPLE = 32  # rows of the embedding: a width that vector units li
 
 
 def write_tiny_model(directory: Path, shape: ModelConfig, alphabet: str, longest_context: int) -> None:
-    """`config.json` and `tokenizer.json`. Input and output embeddings are untied: vLLM's CPU backend keeps a packed
-    copy of a tied output layer, which a weight update would leave behind."""
+    """`config.json` and `tokenizer.json`. Input and output embeddings are untied."""
     directory.mkdir(parents=True, exist_ok=True)
     tokens = [*_SPECIAL, *dict.fromkeys(alphabet)]
     size = -(-len(tokens) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
@@ -73,7 +72,7 @@ class TokenizerCodec:
 
 
 def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int:
-    """Bytes of the keys and values of `dtype` that one token occupies in all layers, from `config.json`."""
+    """Bytes of one token's keys and values of `dtype` in all layers, from `config.json`."""
     config = _config(directory)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""The best plan of each kind: candidates that prices may rank wrongly, and that simulations compare.
+"""The best plan of each kind: candidates that prices may misrank, so simulations compare them.
 
 Invariant: every candidate is the optimum of the problem with one decision fixed, so it is on the menu and fits.
 """

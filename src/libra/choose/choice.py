@@ -1,7 +1,7 @@
 """Chooses a plan by simulation: the solver proposes candidates, and simulations of whole runs decide.
 
-Invariant: the promised step was simulated under the router that will route, on the same draws as all other candidates.
-The same arguments give the same plan if the race has enough time to end.
+Invariant: the promised step was simulated under the plan's router, on the same draws as all other candidates. The same
+arguments give the same plan if the race has enough time to end.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def choose_plan(
 ) -> Plan:
     """The plan with the shortest simulated step among the best of each kind (`candidates`), with its finalists.
 
-    `log` are the trajectories behind the request's statistics; groups are drawn from the finished ones. `router` is a
-    policy that has learned nothing yet, by default the recipe's; it learns from the log first. `placed` groups stay
-    where they can. Raises `InfeasiblePlanError` when no plan exists, and ValueError if no trajectory of the log is
-    finished or one fits no engine.
+    `log` are the trajectories behind the request's statistics; groups are drawn from the finished ones. `router` is an
+    untrained policy, by default the recipe's; it learns from the log first. `placed` groups stay where possible. Raises
+    `InfeasiblePlanError` when no plan exists, and ValueError if no trajectory of the log is finished or one fits no
+    engine.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(request.recipe.router, seed=effort.seed) if router is None else router
@@ -95,8 +95,8 @@ def choose_plan(
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
-    """The simplest of the fastest plan and its equals, of equally simple ones the fastest: a plan with several engine
-    sizes must be clearly faster, as it depends on its router."""
+    """The simplest plan not clearly slower than the fastest; of equally simple ones the fastest. A plan with several
+    engine sizes must be clearly faster, as it depends on its router."""
     order = standings.finalists
     return min(standings.equals, key=lambda it: (kinds[it].simplicity, order.index(it)))
 

@@ -33,8 +33,8 @@ def simulated_gain(
     """Seconds of a step that `proposed` saves over `current`, by prices and by simulated whole runs on groups drawn
     from `log`: the difference by which `choose_plan` ranks plans (`race.Standings.gap`).
 
-    Pairs of samples are made until the gain is separated from 0 or surely negligible, within the effort. `router` is a
-    policy that has learned nothing yet, by default the recipe's. Raises ValueError as `libra.sim.of_plan.run_of`.
+    Pairs of samples are drawn until the gain is clearly nonzero or surely negligible, within the effort. `router` is an
+    untrained policy, by default the recipe's. Raises ValueError as `libra.sim.of_plan.run_of`.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(proposed.of_cluster.recipe.router, seed=effort.seed) if router is None else router

@@ -1,4 +1,4 @@
-"""The effort that a comparison of plans by simulation may take."""
+"""The allowed effort of comparing plans by simulation."""
 
 from __future__ import annotations
 

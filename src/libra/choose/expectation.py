@@ -13,8 +13,8 @@ _PRICE_ERROR, _SIZES_ERROR = 0.04, 0.12
 
 
 def expected_steps(plans: Sequence[Solution]) -> list[Expected]:
-    """Predicted steps and their errors, which are larger if the number of engine sizes differs from the first plan's:
-    the difference then depends on the router."""
+    """Predicted steps and their errors. An error is larger if the plan has another number of engine sizes than the
+    first: the difference then depends on the router."""
     buckets = len(plans[0].allocation.buckets)
     errors = [_PRICE_ERROR if len(it.allocation.buckets) == buckets else _SIZES_ERROR for it in plans]
     return [Expected(it.predicted.step, error) for it, error in zip(plans, errors, strict=True)]

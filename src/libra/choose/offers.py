@@ -1,7 +1,7 @@
-"""Clusters that could be had, compared for a job of many optimiser steps: its days, its dollars, and which to take.
+"""Offered clusters, compared for a job of many optimiser steps: its days, its dollars, and which to take.
 
-Invariant: the cheapest and the fastest were simulated, unless simulation is left out. A step is taken to last as long
-as those of the plan: lengths that drift change it.
+Invariant: the cheapest and the fastest were simulated, unless simulation is left out. Every step is assumed to take as
+long as the plan's; drifting lengths change that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OfferedCluster:
         return self.cluster.devices * self.seconds(job) / _HOUR
 
     def dollars(self, job: Job) -> float | None:
-        """None where the cost of a node is not known."""
+        """Dollars of the whole job; None if the cost of a node is not known."""
         hourly = self.cluster.cost_per_hour
         return None if hourly is None else hourly * self.seconds(job) / _HOUR
 
@@ -79,12 +79,12 @@ class Comparison:
 
     @property
     def cheapest(self) -> OfferedCluster | None:
-        """The cheapest offer in time; of equally cheap ones the fastest. None where none is in time."""
+        """The cheapest offer in time; of equally cheap ones the fastest. None if none is in time."""
         return min(self.in_time, key=lambda it: (self.cost(it), it.seconds(self.job)), default=None)
 
     @property
     def fastest(self) -> OfferedCluster | None:
-        """The fastest of all, also where it is late; None where no offer has a plan."""
+        """The fastest offer, even if it is late; None if no offer has a plan."""
         planned = [it for it in self.offers if it.plan is not None]
         return min(planned, key=lambda it: (it.seconds(self.job), self.cost(it)), default=None)
 
@@ -107,8 +107,8 @@ def compare_offers(
     simulated: Callable[[Cluster], Plan] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Plan for each cluster by prediction, then simulate the cheapest and the fastest until both are simulated ones: a
-    simulated step is longer or shorter than the predicted one, and another offer may come first then."""
+    """Plan for each cluster by prediction, then simulate the cheapest and the fastest until both are simulated offers:
+    a simulated step may be longer or shorter than predicted, and then another offer may come first."""
     offers = []
     for number, cluster in enumerate(clusters, start=1):
         tell(f"planning for {cluster.devices} {cluster.nodes[0].name}: {number} of {len(clusters)}")

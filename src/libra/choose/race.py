@@ -121,7 +121,7 @@ def race(
     time_left: Callable[[], bool] = lambda: True,
 ) -> Standings:
     """Race contenders 0, 1, ... The first round takes `first` samples of each, and no contender gets more than `most`.
-    `time_left` is called after each answer; the first two contenders are sampled in any case."""
+    `time_left` is called after each answer; the first two contenders are always sampled."""
     samples: list[tuple[float, ...]] = [()] * len(expected)
     alive = list(range(len(expected)))
     wanted, more = 0, first

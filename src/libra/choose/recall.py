@@ -45,11 +45,11 @@ def halves(log: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Trajectory
 def measured_recall(
     plan: Plan, classes: Sequence[TrajectoryClass], log: Sequence[Trajectory], policy: Policy, seed: int = 0
 ) -> tuple[float, ...]:
-    """[class] share of the tokens generated after the first tool return that were generated in the class's own bucket,
-    or in a longer one, to which a router may send a trajectory when its own bucket is busier.
+    """[class] share of the tokens after the first tool return that were generated in the class's own bucket or a longer
+    one. (A router may send a trajectory to a longer bucket when its own is busier.)
 
-    `policy`, which has learned nothing yet, learns from one half of the log and routes a step of the plan drawn from
-    the other. Classes with few trajectories are shrunk towards the worst class. Empty if the log has no second half.
+    An untrained `policy` learns from one half of the log and routes a step of the plan drawn from the other. Classes
+    with few trajectories are shrunk towards the worst class. Empty if the log has no second half.
     """
     known, unknown = halves(it for it in log if it.finished)
     if not known or not unknown:
@@ -70,8 +70,8 @@ def with_recall(
 ) -> tuple[ClusterRequest, Menu, Solution]:
     """The request with the recall of its router, its menu, and the menu's optimum.
 
-    The recall is measured on the optimum for a perfect router, if that has several buckets; a recall that the recipe
-    gives stays. `measuring` is called before the measurement. Raises `InfeasiblePlanError`.
+    The recall is measured on the optimum for a perfect router, if that has several buckets; a recall in the recipe
+    stays. `measuring` is called before the measurement. Raises `InfeasiblePlanError`.
     """
     menu = request.menu()
     best = solve_loans(menu, solved)
@@ -88,7 +88,8 @@ def with_recall(
 def _by_class(
     result: SimulationResult, classes: Sequence[TrajectoryClass], limits: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """[class] tokens generated after the first return in the own bucket or a longer one; in all; and trajectories."""
+    """[class] tokens generated after the first return in the own bucket or a longer one; the total of such tokens; and
+    trajectories."""
     columns = result.requests
     final = np.zeros(len(columns.trajectories), dtype=np.int64)
     np.maximum.at(final, columns.trajectory, columns.prompt + columns.generated)

@@ -29,7 +29,7 @@ class Rehearsals:
 
     A sample covers 1 + staleness steps, one for each batch in flight, since steps of overlapping batches alternate. If
     staleness is above 0, the first 1 + staleness steps of a run are left out. With `jobs` > 1 each run is a forked
-    process, and `jobs` runs are simulated at a time. A context manager: processes end with it. Raises ValueError as
+    process, and `jobs` runs are simulated at a time. A context manager that ends its processes. Raises ValueError like
     `run_of`.
     """
 
@@ -100,7 +100,7 @@ class _Worker:
         its.close()
 
     def answer(self, version: int) -> tuple[float, ...]:
-        """Times of the versions up to `version`, in seconds. Skips answers for which a race had no time to wait."""
+        """Times of the versions up to `version`, in seconds. Skips answers that a race stopped waiting for."""
         times: tuple[float, ...] = ()
         while len(times) != version:
             try:

@@ -35,7 +35,7 @@ class Subject(Protocol):
         ...
 
     def run(self, router: str, seed: int) -> tuple[float, ...]:
-        """Seconds of each metric. Raises ValueError where the router or a trajectory does not fit."""
+        """Seconds of each metric. Raises ValueError if the router or a trajectory does not fit."""
         ...
 
 
@@ -119,7 +119,7 @@ def compare_policies(
     jobs: int = 1,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Study:
-    """Run each policy with each seed, `jobs` runs at a time. Raises ValueError as `Subject.run`, and where a policy is
+    """Run each policy with each seed, `jobs` runs at a time. Raises ValueError like `Subject.run`, and if a policy is
     unknown or named twice."""
     twice = next((it for it in policies if list(policies).count(it) > 1), None)
     if twice is not None:

@@ -1,8 +1,8 @@
 """The C library's allocator for a command that runs for weeks.
 
 Python's own allocator returns an arena to the system only when each of its objects is gone, so a rush of sessions
-leaves most of its memory behind. The C library returns free pages wherever they lie (`libra.serve.http` asks it to,
-after a rush). An interpreter chooses its allocator when it starts, so the process begins again, with the same id.
+leaves most of its memory behind. The C library returns free pages from anywhere (`libra.serve.http` requests this after
+a rush). An interpreter chooses its allocator at its start, so the process restarts, with the same id.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ _MARK = "LIBRA_ALLOCATOR_CHOSEN"  # what ends the second start: an isolated inte
 
 
 def use_system_allocator(verb: str | None) -> None:
-    """Start this process again with the C library's allocator where `verb` runs for long.
-
-    Does nothing where the user chose an allocator or the development mode, or where the system is not Linux.
-    """
+    """Restart this process with the C library's allocator if `verb` runs for long. Does nothing if the user chose an
+    allocator or the development mode, or if the system is not Linux."""
     if os.environ.pop(_MARK, None):
         del os.environ[_CHOICE]  # processes that this one starts choose for themselves
         return

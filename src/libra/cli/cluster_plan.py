@@ -115,7 +115,7 @@ def compare_clusters(
 def _gathered(
     inputs: PlanInputs, shape: ModelSpec, recipe: Recipe, notes: list[str]
 ) -> tuple[Recipe, Policy, LogEvidence]:
-    """The recipe as the router can carry it out, the router's policy, and what the log shows."""
+    """The recipe for the given router, the router's policy, and the statistics of the log."""
     stored = rollout_quantization(recipe).note(shape)
     notes += [it for it in (stored, unmeasured(shape)) if it is not None]
     recipe, policy = _routed(recipe, inputs.router, notes)

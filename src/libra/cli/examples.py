@@ -35,7 +35,7 @@ def examples(
 
 
 def _shipped() -> Path:
-    """Inside the package where it was installed, beside `src` in a checkout."""
+    """Inside the installed package, or next to `src` in a checkout."""
     package = Path(libra.__file__).parent
     inside = package / "examples"
     return inside if inside.is_dir() else package.parents[1] / "examples"

@@ -13,6 +13,7 @@ from rich.console import Console
 from libra.cli.errors import bad_input, infeasible, require
 from libra.cli.output import check_writable, write_text
 from libra.config.input_file import read_input
+from libra.config.rooms import offered
 
 if TYPE_CHECKING:
     from libra.plan.plan import Plan
@@ -53,7 +54,6 @@ def explain(
         alternation,
         explain_tables,
         headline,
-        lender_sentences,
         routing_sentence,
     )
     from libra.report.framework_words import framework_sentence
@@ -98,7 +98,8 @@ def explain(
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     lines = (change, fixed, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
     own = () if beside is None else against_sentences(beside)
-    for line in (*own, *lines, *lender_sentences(explanation)):
+    loans = (it for said in offered("explanation") for it in said(explanation))
+    for line in (*own, *lines, *loans):
         if line:
             console.print(line, highlight=False, soft_wrap=True)
     for table in explain_tables(explanation):

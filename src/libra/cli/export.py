@@ -1,4 +1,4 @@
-"""`libra export`: a plan in the words of another framework."""
+"""`libra export`: writes a plan for another framework."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def export(
 ) -> None:
     """Write a plan as arguments, overrides or a file of the framework that will carry it out.
 
-    Plan for it with `libra plan --for NAME`, so that nothing stands in the way. Hosts are placeholders; models, data,
-    rewards and optimisers stay yours. With --for vllm each engine is a line of `vllm serve`; with --launch all of them
-    are a batch script of Slurm, or objects of Kubernetes.
+    Plan for it with `libra plan --for NAME`, so that the framework can express the plan. Hosts are placeholders;
+    models, data, rewards and optimisers stay yours. With --for vllm each engine is a line of `vllm serve`; with
+    --launch all of them are a batch script of Slurm, or objects of Kubernetes.
 
     Exit status: 0 done, 2 bad input, or a plan that the framework cannot express (the message names the part).
     """

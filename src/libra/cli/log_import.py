@@ -41,8 +41,8 @@ def import_log(
 ) -> None:
     """Write a log of another framework as trajectories, one JSON line each.
 
-    Every command that takes trajectories reads such logs, too; here texts can be counted by the model's tokenizer.
-    Notes tell what the log does not say.
+    Every command that takes trajectories reads such logs, too; here the model's tokenizer can count the tokens of
+    texts. Notes name the fields that the log lacks.
 
     Exit status: 0 done, 2 the log cannot be read (the message names file, line and field).
     """
@@ -121,7 +121,7 @@ def _counter(tokenizer: Path | None, characters_per_token: float | None) -> Toke
 
 
 def _assumed(trajectories: Iterable[Trajectory], seconds: float, summary: Summary) -> Iterator[Trajectory]:
-    """The trajectories with `seconds` where a tool call has none."""
+    """The trajectories, with `seconds` for each tool call that has none."""
     for trajectory in trajectories:
         summary.assumed_seconds += sum(map(_seconds_unknown, trajectory.turns))
         turns = (replace(it, tool_seconds=seconds) if _seconds_unknown(it) else it for it in trajectory.turns)
@@ -129,7 +129,7 @@ def _assumed(trajectories: Iterable[Trajectory], seconds: float, summary: Summar
 
 
 def _write(out: Path, trajectories: Iterable[Trajectory], summary: Summary) -> None:
-    """Write all trajectories, or nothing where the log is refused."""
+    """Write all trajectories, or nothing if the log is refused."""
     part = out.with_name(f"{out.name}.part") if out.is_file() or not out.exists() else out
     try:
         with writing(out):

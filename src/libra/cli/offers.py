@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Buying:
-    """Options of `libra plan` that say what could be had, and where the comparison goes."""
+    """Options of `libra plan` that describe offers, and the output of the comparison."""
 
     offers: str | None
     cost: str | None
@@ -34,7 +34,7 @@ class Buying:
     confirm: bool
 
     def require_whole(self, model: str | None) -> None:
-        """Raise ValueError where options are given that need others."""
+        """Raise ValueError if options are given without the options that they need."""
         if self.offers is not None:
             if model is None:
                 raise ValueError("--model is missing: --compare plans clusters of GPUs for a model")
@@ -69,7 +69,7 @@ class Buying:
 
 
 def show_offers(where: Path | None, what_if: list[str], inputs: PlanInputs, buying: Buying) -> None:
-    """Compare the offers and show the result. Exits with status 3 where none meets the deadline."""
+    """Compare the offers and show the result. Exits with status 3 if none meets the deadline."""
     from libra.choose.offers import Job
     from libra.cli.cluster_plan import compare_clusters
     from libra.hardware.cluster_file import load_cluster

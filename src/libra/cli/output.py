@@ -1,7 +1,7 @@
 """Output of commands: the files that options name, and notes.
 
 Invariant: an output that cannot be written, or would overwrite an input or another output, is refused in one line that
-names the file, before the work is done where that can be known.
+names the file, before the work if possible.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> None:
-    """Raise ValueError where an output cannot be written or made, or is the same file as one of `reads` or as another
-    output, or is `-` (standard output): commands that can write to it handle it themselves."""
+    """Raise ValueError if an output cannot be written or made, is the same file as one of `reads` or another output, or
+    is `-` (standard output). Commands that can write to standard output handle `-` themselves."""
     taken = {os.path.realpath(path): f"{path}, which is read" for path in reads if path is not None and path.is_file()}
     for path in outputs:
         if path is None:
@@ -75,7 +75,7 @@ def tell_note(note: str) -> None:
 
 
 def told_before(note: str) -> None:
-    """Takes the notes of a log that is read a second time."""
+    """Takes the notes of a log that is read a second time, and drops them."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,7 +86,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn OSError into ValueError that names the file, since the error of a full disk does not."""
+    """Turn OSError into ValueError that names the file, which the error of a full disk does not."""
     try:
         yield
     except OSError as error:

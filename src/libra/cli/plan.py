@@ -90,7 +90,7 @@ def plan(
         typer.Option(
             "--for",
             metavar="NAME",
-            help="Plan only what this framework can do, such as verl, slime, prime-rl or trl (as in libra export).",
+            help="Plan only what this framework can do, such as verl, slime or trl (as in libra export), or libra run.",
         ),
     ] = None,
     simulate_for: Annotated[
@@ -221,7 +221,7 @@ def plan(
 
 
 def _refuse_of_clusters(host: str | None, router: str | None, framework: str | None) -> None:
-    """Raise ValueError where an option is given that is for clusters of GPUs only."""
+    """Raise ValueError if an option is given that is only for clusters of GPUs."""
     if host is not None:
         raise ValueError("--host is for engines on GPUs; a run's profile.json has all that was measured")
     if router is not None:

@@ -1,4 +1,4 @@
-"""`libra rehearse`: a whole run of a plan in simulation, and how its steps compare with the planned one.
+"""`libra rehearse`: a whole run of a plan in simulation, and its steps compared with the planned one.
 
 Both steps are seconds from one published version of the weights to the next, with the plan's own batch, samples per
 prompt and staleness.
@@ -143,7 +143,7 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
 
 
 def _router(rehearsed: _Rehearsed, router: str | None) -> str:
-    """The name of the policy that routes. Raises ValueError where only the plan names a file of code to run."""
+    """The name of the routing policy. Raises ValueError if only the plan names a file of code to run."""
     from libra.route.catalogue import is_path
 
     planned = rehearsed.plan.of_cluster.recipe.router

@@ -41,6 +41,12 @@ def route(
             help="Address, network or name of hosts whose engines may join by POST /workers, beside this machine.",
         ),
     ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared", help="Others send to the same engines, such as more gateways: ask engines for queues."
+        ),
+    ] = False,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
     host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
         "127.0.0.1"
@@ -49,7 +55,10 @@ def route(
         Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
     ] = None,
     learn_from: Annotated[
-        Path | None, typer.Option("--learn-from", help="Log of trajectories that the policy learns from first.")
+        list[Path] | None,
+        typer.Option(
+            "--learn-from", help="Log of trajectories that the policy learns from first; more than one is possible."
+        ),
     ] = None,
     log: Annotated[Path | None, typer.Option("--log", help="JSONL file to append finished trajectories to.")] = None,
     state: Annotated[
@@ -99,12 +108,15 @@ def route(
             raise ValueError(f"--port is {port}; give 0 to 65535")
         if page_port and page_port == port:
             raise ValueError(f"--page and --port are both {port}; give the page a port of its own, or 0 for any")
-        check_writable(log, state, reads=(file, learn_from))
+        check_writable(log, state, reads=(file, *(learn_from or ())))
         asked = _config(file, engine or [], policy, workers_from or [])
+        if shared:
+            asked = asked.model_copy(update={"shared": True})
         router = _policy(asked, state)
-        for trajectory in () if learn_from is None else read_trajectories(learn_from, tell_note):
-            if trajectory.finished:
-                router.finished(trajectory)
+        for known in learn_from or ():
+            for trajectory in read_trajectories(known, tell_note):
+                if trajectory.finished:
+                    router.finished(trajectory)
         require("http")
         if page_port is not None:
             require("report")

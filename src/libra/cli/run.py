@@ -12,8 +12,10 @@ from typing import Annotated, TypeVar
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.config.input_file import read_input
 from libra.config.run import AllocationMode, ConfigError, LauncherKind, LendingRule, RunConfig, load_config
 from libra.environments.protocol import Environment
+from libra.environments.served import EpisodeFailedError, ServedEnvironment
 
 Result = TypeVar("Result")
 
@@ -22,6 +24,10 @@ def run(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, for example examples/calculator.yaml.")
     ],
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Begin as this plan.json of `libra plan` says: its layout, engines, buckets and placement."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run; its files go to <directory>/<name>.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where runs are kept (default: runs).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the model, the prompts and the sampling.")] = None,
@@ -76,31 +82,60 @@ def run(
     }
     try:
         settings = load_config(config, {key: value for key, value in overrides.items() if value is not None})
-        raise typer.Exit(_run(settings, config.parent, resume, overwrite, as_json))
+        planned = ""
+        if plan is not None:
+            settings, planned = _carrying(settings, plan, resume)
+        raise typer.Exit(_run(settings, config.parent, resume, overwrite, as_json, planned))
     except ConfigError as error:
         bad_input(error)
 
 
-def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
+def _carrying(settings: RunConfig, file: Path, resume: bool) -> tuple[RunConfig, str]:
+    """The configuration of a run that carries out the plan of a file, and the plan in words. Raises `ConfigError`."""
+    from libra.backends.devices import run_gpus
+    from libra.hardware.model_file import load_model
+    from libra.plan.carried_plan import carried, carried_words
+    from libra.plan.plan import parse_plan, require_answer
+
+    if resume:
+        raise ConfigError("--plan says how a run begins, and --resume goes on where it was: leave one of them out")
+    try:
+        plan = parse_plan(read_input(file), where=str(file))
+        require_answer(plan, plan.request.menu().problem)
+        directory = settings.model.directory
+        gpus = run_gpus(settings.cluster) if settings.cluster.launcher == "local" else ()
+        model = load_model(directory / "config.json") if directory is not None else None
+        memory = min((gpu.memory for gpu in gpus), default=None)
+        return carried(settings, plan, model, memory), carried_words(plan)
+    except OSError as error:
+        raise ConfigError(f"--plan {file}: {error.strerror}; give a plan.json of `libra plan -o`") from None
+    except ValueError as error:  # of the file, or of what is wrong with its plan
+        raise ConfigError(
+            f"--plan {error}" if str(error).startswith(str(file)) else f"--plan {file}: {error}"
+        ) from None
+
+
+def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool, planned: str) -> int:
     require("cpu")
     # Imported here: planning and reading traces must not need what running needs.
     from libra.environments.registry import load_environment
-    from libra.loop.preflight import check
+    from libra.loop.preflight import check, check_environment
     from libra.loop.run_directory import locked
     from libra.records.files import DiskError
 
     environment = load_environment(settings.environment, beside)
     check(settings, resume, overwrite)
+    check_environment(settings, environment)
     try:
         with locked(settings.run_directory):
-            return _run_locked(settings, environment, resume, overwrite, as_json)
+            return _run_locked(settings, environment, resume, overwrite, as_json, planned)
     except DiskError as error:
         typer.echo(f"libra run: {error}", err=True)
         return 1
 
 
 async def _until_terminated(work: Awaitable[Result]) -> Result:
-    """The result of `work`, which SIGTERM cancels as Ctrl-C does."""
+    """The result of `work`, which SIGTERM cancels like Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -110,7 +145,14 @@ async def _until_terminated(work: Awaitable[Result]) -> Result:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
+def _run_locked(
+    settings: RunConfig,
+    environment: Environment | ServedEnvironment,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    planned: str,
+) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
     from libra.backends.launch.fork_server import LaunchError
@@ -131,7 +173,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     display = make_display(sys.stderr)
     status, problem = 0, ""
     try:
-        summary = asyncio.run(_until_terminated(run_session(settings, environment, display, resume)))
+        summary = asyncio.run(_until_terminated(run_session(settings, environment, display, resume, planned)))
     except (KeyboardInterrupt, asyncio.CancelledError):
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
@@ -144,6 +186,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
         LaunchError,
         CoreLostError,
         DivergedError,
+        EpisodeFailedError,
         ExchangeError,
         WorkerFailedError,
         WorkerLostError,

@@ -1,7 +1,7 @@
 """Extras: the optional dependencies of Libra, and the command that installs one.
 
-Invariant: the command works where it is printed. It names what this installation was made from: the checkout, the
-direct URL that pip recorded (PEP 610), or the distribution on the index.
+Invariant: the command works where it is printed. It names the source of this installation: the checkout, the direct URL
+that pip recorded (PEP 610), or the distribution on the index.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training frameworks that a plan can be written for, and what each of them can express.
 
-Invariant: pure data. What a plan must be to run in a framework stands here once: the planner restricts its menu by it,
-and `libra export` refuses by it.
+Invariant: pure data. The conditions for a plan to run in a framework are defined only here: the planner restricts its
+menu by them, and `libra export` refuses plans by them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra.config.yaml_file import unknown
 
 @dataclass(frozen=True, slots=True)
 class TrainingFamily:
-    """Training layouts that one backend of a framework has. A degree that it lacks is 1."""
+    """Training layouts of one backend of a framework. A missing degree is 1."""
 
     name: str
     tensor: bool = False
@@ -42,7 +42,7 @@ class Framework:
 
     @property
     def restriction(self) -> str:
-        """Restriction of its plans, for people; empty where there is none."""
+        """Restriction of its plans, as a text; empty if there is none."""
         words = []
         if not self.mixed_engines:
             words.append("engines of one size")
@@ -59,6 +59,7 @@ _MEGATRON = TrainingFamily("Megatron", tensor=True, pipeline=True, context=True,
 _FSDP = TrainingFamily("FSDP", context=True, shardings=("zero2", "zero3"))
 
 UNRESTRICTED = Framework("", pairs=True, engines_over_nodes=True)
+OWN = Framework("libra", families=(TrainingFamily("FSDP", shardings=("zero3",)),))  # what `libra run` carries out
 
 _SLIME = Framework(
     "slime",
@@ -131,6 +132,7 @@ def framework_named(name: str | None) -> Framework:
     """The framework of this name; `UNRESTRICTED` for None. Raises ValueError that names the nearest known one."""
     if name is None:
         return UNRESTRICTED
-    if name not in FRAMEWORKS:
-        raise ValueError(unknown("framework", name, FRAMEWORKS))
-    return FRAMEWORKS[name]
+    known = {**FRAMEWORKS, OWN.name: OWN}
+    if name not in known:
+        raise ValueError(unknown("framework", name, known))
+    return known[name]

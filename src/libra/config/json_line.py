@@ -9,10 +9,8 @@ if TYPE_CHECKING:
 
 
 def line_problem(problem: ErrorDetails) -> str:
-    """Describe an error of pydantic's: the field, where one is to blame, and what is wrong with it.
-
-    Pydantic counts lines within the text that it is given, so its own count, always 1 or 2, is left out.
-    """
+    """Describe an error of pydantic: the field at fault, if any, and the fault. Pydantic counts lines within its input,
+    here always 1 or 2, so the line number is left out."""
     field = ".".join(str(part) for part in problem["loc"])
     match problem["type"]:
         case "json_invalid":

@@ -36,7 +36,7 @@ class HttpLimits:
     free_bytes: int = 2**16  # of a body that is always accepted
 
     def body_most(self, longest: int) -> int:
-        """Bytes of one body where the longest context has `longest` tokens: a longer one holds no prompt that fits."""
+        """Bytes of one body if the longest context has `longest` tokens: a longer body holds no prompt that fits."""
         return min(self.body_bytes, self.body_base + self.body_per_token * longest)
 
 
@@ -53,6 +53,7 @@ class WeightsLimits:
 
 GATEWAY = HttpLimits(connections=32_768, descriptors=2, body_base=16 * MEBIBYTE)  # prompts may hold images
 EMULATOR = HttpLimits(connections=65_536)
+EPISODES = HttpLimits(connections=16_384, idle_seconds=600.0)  # an environment thinks between its turns
 METRICS = HttpLimits(connections=16, idle_seconds=10.0)  # it reads no body
 WEIGHTS = WeightsLimits()
 

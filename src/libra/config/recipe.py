@@ -16,7 +16,7 @@ from libra.config.frameworks import Framework, framework_named
 from libra.config.yaml_file import Section, read_section
 
 Mode = Literal["async", "sync", "colocated"]
-Dtype = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32", "fp8"]
 Optimiser = Literal["adamw", "adamw_bf16", "sgd"]
 # Training kernels: fused, as in Megatron and LLM Foundry, or PyTorch's, one for each operation of the modules.
 Execution = Literal["fused", "eager"]
@@ -27,7 +27,8 @@ WeightQuantization = Literal["fp8", "awq", "gptq", "modelopt_fp4", "mxfp4"]
 RolloutDtype = Literal["bf16", WeightQuantization]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"]
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # of a weight; FP8 is made of it for the products
+_FP8_COPIES = 2  # bytes: a weight as it is and transposed, kept over the micro-batches of a step
 _MOMENTS = {"adamw": 8, "adamw_bf16": 4, "sgd": 0}  # two in fp32, two in bf16, none
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -37,7 +38,7 @@ DEFAULT_ROUTER = "cmlfq"
 
 
 def _router_of(framework: str | None) -> str:
-    """The router of a request that names none: the one that its framework brings."""
+    """The router of a request that names none: its framework's."""
     return framework_named(framework).router or DEFAULT_ROUTER
 
 
@@ -50,6 +51,7 @@ class TrainingBytes:
     states: float  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
     compute: int | None = None  # of a number in matrix products, under autocast; None: as the weights
     trained: float = 1.0  # share of the parameters that have gradients; below 1 they are adapters' beside frozen ones
+    copies: float = 0.0  # of weights in the type of the products, on each device that multiplies with them
 
     @property
     def product(self) -> int:
@@ -78,7 +80,7 @@ class Recipe(Section):
     kv_on_update: KVOnUpdate = "keep"
     # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
     reference: Literal["none", "resident", "offloaded"] = "none"
-    dtype: Dtype = "bf16"  # of training's compute
+    dtype: Dtype = "bf16"  # of training's compute; fp8: of the products of layers, beside weights in bf16
     # Of the engines' weights: bf16, or a `quantization` of vLLM's; None: as the checkpoint stores them.
     rollout_dtype: RolloutDtype | None = None
     kv_cache_dtype: KVCacheDtype = "auto"  # of the engines' KV; auto: bf16
@@ -122,6 +124,10 @@ class Recipe(Section):
             )
         if self.prefill_decode and not can.pairs:
             raise ValueError(f"prefill_decode is true, but {can.name} has no prefill/decode pairs: leave it out")
+        if self.dtype == "fp8":
+            raise ValueError(
+                f"dtype is fp8, but no file for {can.name} says so: set dtype to bf16, or leave framework out"
+            )
         if can.most_staleness is not None and self.staleness > can.most_staleness:
             raise ValueError(
                 f"staleness is {self.staleness}, but {can.name} bounds it by {can.most_staleness} at most: lower it, or"
@@ -142,6 +148,10 @@ class Recipe(Section):
             )
         if self.dtype == "fp32" and self.rollout_dtype is None:
             raise ValueError("dtype is fp32, but engines are priced in 8 or 16 bits: set rollout_dtype to bf16 or fp8")
+        if self.dtype == "fp8" and self.execution == "eager":
+            raise ValueError(
+                "dtype is fp8, but eager modules multiply in 16 bits: set execution to fused, or dtype to bf16"
+            )
         if self.mode != "async" and self.staleness:
             raise ValueError(f"staleness is {self.staleness}, but mode is {self.mode}: set it to 0, or mode to async")
         if self.concurrency is not None and self.concurrency < self.samples_per_prompt:
@@ -163,7 +173,7 @@ class Recipe(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields added later while they have their default, so that older recipes are written unchanged."""
+        """Leave out fields added later if they have their default, so that older recipes are written unchanged."""
         written: dict[str, Any] = fields(self)
         if not self.prefill_decode:
             written.pop("prefill_decode", None)
@@ -181,7 +191,7 @@ class Recipe(Section):
 
     @property
     def carried_by(self) -> Framework:
-        """Capabilities of the framework that will carry the plan out."""
+        """Capabilities of the framework that carries the plan out."""
         return framework_named(self.framework)
 
     @property
@@ -190,7 +200,7 @@ class Recipe(Section):
         return self.framework is None or "router" in self.model_fields_set
 
     def without_framework(self) -> Recipe:
-        """The same recipe for any framework; a router that came with the framework goes with it."""
+        """The same recipe for any framework, without a router that came from the framework."""
         kept = {name: getattr(self, name) for name in self.model_fields_set if name != "framework"}
         return Recipe(**kept)
 
@@ -203,10 +213,12 @@ class Recipe(Section):
     def training_bytes(self) -> TrainingBytes:
         """Bytes per trained parameter: 16 in all for AdamW, whether in mixed precision (Rajbhandari et al. 2020, ZeRO,
         arXiv 1910.02054, section 3.1: 2 weights, 2 gradients, 4 master copy, 8 moments) or in fp32 (4, 4, 0, 8); 12
-        with both moments in bf16; 8 for SGD without momentum."""
+        with both moments in bf16; 8 for SGD without momentum. In fp8 as in bf16, besides the copies of weights that
+        Transformer Engine makes (`cache_weight`, in both orientations)."""
         compute = _BYTES[self.dtype]
         master = 0 if self.dtype == "fp32" else _BYTES["fp32"]
-        return TrainingBytes(weights=compute, gradients=compute, states=master + _MOMENTS[self.optimiser])
+        copies = _FP8_COPIES if self.dtype == "fp8" else 0
+        return TrainingBytes(compute, compute, master + _MOMENTS[self.optimiser], copies=copies)
 
 
 def load_recipe(path: Path | str, overrides: dict[str, Any] | None = None) -> Recipe:

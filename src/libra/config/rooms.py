@@ -1,7 +1,7 @@
 """The rooms that add to the core: `lend` and `serving`.
 
-Invariant: no module of the core names a module of a room. `OFFERS` in a room's `offers.py` names what the room adds, by
-the place at which it is added. Without the room the place is empty, and everything else works.
+Invariant: no module of the core names a module of a room. `OFFERS` in a room's `offers.py` names the room's additions
+by their places. Without the room a place is empty, and everything else works.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOMS = ("lend", "serving")
 
 
 def offered(place: str) -> Iterator[Any]:
-    """Yield what the rooms that are there add at a place."""
+    """Yield the additions of the existing rooms at a place."""
     for room in ROOMS:
         if find_spec(f"libra.{room}") is None:
             continue

@@ -23,7 +23,7 @@ AllocationMode = Literal["adaptive", "static"]
 
 class EnvironmentConfig(Section):
     kind: str  # a built-in name, or `module:Class` found beside the file
-    tools: tuple[str, ...]  # the tools the agent may call; each must be one the environment has
+    tools: tuple[str, ...] = ()  # the tools the agent may call, of those that the environment names
     options: dict[str, Any] = Field(default={})  # passed to the environment
     train_prompts: PositiveInt = 512
     heldout_prompts: PositiveInt = 200
@@ -61,6 +61,8 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where vLLM is built for it and there is a GPU
     share: PositiveFloat = 0.45  # of one core, or of one GPU, per slot
     gpus: PositiveInt = 1  # of a slot, with cuda: an engine divides its model among them, and so does a replica
+    # Of each slot, core trainers first: its GPUs as nvidia-smi counts, or its core. None: free ones, spread evenly.
+    placement: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | None = None
     port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
     losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node, at which it is retired
 
@@ -72,6 +74,34 @@ class ClusterConfig(Section):
                 " make them equal"
             )
         return self
+
+    @model_validator(mode="after")
+    def _is_placed(self) -> Self:
+        if self.placement is None:
+            return self
+        if self.launcher == "ray" or self.gpus > 1:
+            raise ValueError(
+                "placement is of this machine, and says how many GPUs a slot has: leave it or gpus, ray out"
+            )
+        given = [device for slot in self.placement for device in slot]
+        if len(self.placement) != self.slots or not all(self.placement) or len({*given}) < len(given):
+            raise ValueError(f"placement: give each of the {self.slots} slots devices that no other slot has")
+        trains = self.core + self.hybrid
+        if len({len(slot) for slot in self.placement[: None if self.hybrid else trains]}) > 1:
+            raise ValueError(
+                "placement: slots that train have different numbers of devices, or than engines: make them equal"
+            )
+        return self
+
+    @property
+    def replica_gpus(self) -> int:
+        """GPUs of a slot that trains."""
+        return self.gpus if self.placement is None else len(self.placement[0])
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of a slot that generates, at least."""
+        return self.gpus if self.placement is None else min(map(len, self.placement[self.core :]), default=1)
 
     @model_validator(mode="after")
     def _has_a_launcher_for_them(self) -> Self:
@@ -90,6 +120,7 @@ class ShapeConfig(Section):
     max_num_batched_tokens: PositiveInt | None = None  # of one iteration; None: vLLM's default
     graphs: bool = True  # on GPUs: iterations are compiled and captured as CUDA graphs
     asynchronous: bool = True  # on GPUs: an iteration is scheduled while the one before is computed
+    sleeps: bool = True  # on GPUs: in a slot that changes sides, its process stays and gives its memory to the trainer
 
 
 LENT = "lent"  # the shape, in buckets, of engines on devices that serve users
@@ -109,7 +140,7 @@ class LendingKeys(Protocol):
         ...
 
     def beside(self, folder: Path) -> Self:
-        """The section with the files that it names, in `folder`, where the configuration is."""
+        """The section with the files that it names, relative to `folder`, the configuration's."""
         ...
 
 

@@ -3,7 +3,7 @@
 Invariant: `crc`, the first key of a sealed line, is the CRC-32 of the line without it, in eight hexadecimal digits. A
 changed byte is found, and any reader of JSON lines still reads sealed ones. In a chain the checksum continues that of
 the line before, seal included, so a line that is missing, moved or repeated is found. A chain that is cut off after one
-of its lines is whole.
+of its lines still counts as whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sealed(line: bytes, after: bytes = b"") -> bytes:
 
 
 def unsealed(line: bytes, after: bytes = b"") -> bytes:
-    """The line without its checksum. Raises `ValueError` where it has none, or a wrong one."""
+    """The line without its checksum. Raises `ValueError` if it has none, or a wrong one."""
     plain = b"{" + line[_SEAL_BYTES:]
     if sealed(plain, after) != line:
         follows = ", or does not follow the line before" if after else ""
@@ -31,8 +31,8 @@ def unsealed(line: bytes, after: bytes = b"") -> bytes:
 
 
 def opened(line: str | bytes) -> str | bytes:
-    """The line without its checksum and newline, or as it is where it has no checksum, as in logs of other systems.
-    Raises `ValueError` where the checksum is wrong."""
+    """The line without its checksum and newline; unchanged without a checksum, as in logs of other systems. Raises
+    `ValueError` if the checksum is wrong."""
     text = line.encode(errors="surrogatepass") if isinstance(line, str) else line
     if not text.startswith(_HEAD):
         return line

@@ -1,8 +1,8 @@
 """Quantities written with their unit, such as `200 Gb/s` or `80 GiB`.
 
-Invariant: a number is never taken without a unit, and a bit is never taken for a byte: `b` and `B` differ by eight.
-Sizes become bytes, rates bytes per second, speeds FLOP per second, durations seconds. Only a duration may have no
-unit: it is in seconds, where that is plausible.
+Invariant: every number needs a unit, and bits and bytes are never confused: `b` and `B` differ by eight. Sizes become
+bytes, rates bytes per second, speeds FLOP per second, durations seconds. Only a duration may have no unit: it is in
+seconds, if that is plausible.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 def _flag_for_number(given: object, made: object) -> bool:
-    """Whether pydantic took a flag for 1 or 0."""
+    """Whether pydantic accepted a flag as 1 or 0."""
     if isinstance(given, bool):
         return isinstance(made, int | float) and not isinstance(made, bool)
     if isinstance(given, list | tuple) and isinstance(made, list | tuple):
@@ -127,12 +127,12 @@ def refusal(path: Path, problem: str) -> ConfigError:
 
 
 def shown(value: object) -> str:
-    """A value in a message, cut where it is long."""
+    """A value in a message, shortened if it is long."""
     return _short.repr(value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `name` may have been meant to be."""
+    """The name in `known` that `name` most likely means."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 

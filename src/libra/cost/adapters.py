@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): what is trained, stored and published with them.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): their parameters in training, memory and publication.
 
 An adapter of rank r on a matrix of n inputs and m outputs has r (n + m) parameters. The matrices themselves are frozen:
 they have no gradients and no optimiser state, their backward pass computes gradients of activations alone, and engines
@@ -57,6 +57,7 @@ def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:
         states=share * (whole.states + whole.weights),
         compute=whole.compute,
         trained=share,
+        copies=whole.copies,
     )
 
 

@@ -1,8 +1,8 @@
 """Times of attention and FFN on separate GPUs: the stages of layers with experts, and all work outside of them.
 
-Invariant: an attention rank does everything but the routed experts (router, shared experts and dense layers stay with
-attention), as afd-plugin for vLLM 0.26 divides a layer. An FFN rank is one GPU with its share of every layer's experts.
-Times are of kernels, from one source, which the grid names.
+Invariant: an attention rank computes everything but the routed experts (router, shared experts and dense layers stay
+with attention), as in afd-plugin for vLLM 0.26. An FFN rank is one GPU with its share of every layer's experts. Times
+are of kernels, from one source, which the grid names.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class StageGrid:
 
 
 def token_copies(model: ModelSpec, ffn: int) -> float:
-    """Mean number of FFN ranks that a token goes to: those with one of its experts, which are drawn evenly."""
+    """Mean number of FFN ranks that a token goes to: ranks with one of its experts, which are drawn evenly."""
     assert model.experts is not None
     return ffn * (1 - (1 - 1 / ffn) ** model.experts.active)
 
 
 def afd_refusal(model: ModelSpec, attention: int, ffn: int, micro_batches: int) -> str | None:
-    """Why attention and FFN cannot be separated like this, opening with the key; None where they can."""
+    """Reason why attention and FFN cannot be separated in this way, beginning with the key; None if they can."""
     if model.experts is None:
         return f"afd: {model.name} has no experts that FFN ranks could hold: leave it out, or name a mixture of experts"
     if attention % ffn:

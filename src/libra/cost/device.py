@@ -1,7 +1,7 @@
 """Measured costs of one device: the numbers that every price is made of.
 
-Invariant: a profile is complete and positive. It says what hardware and model it was measured on, and how well its
-fit predicted samples that it was not fitted to.
+Invariant: a profile is complete and positive. It names its hardware and model, and the error of its fit on held-out
+samples.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Tokens of context that one rollout engine holds.
 
-Invariant: weights and KV are divided by the tensor-parallel degree once and by the pipeline stages once; what the
-engine needs besides is stated here and taken off before the KV cache gets the rest.
-
-vLLM takes `gpu_memory_utilization` of the memory that PyTorch reports, and off it weights, the peak of a profiling run
-and captured graphs. The rest is fitted to logs: see `_EAGER` and below.
-`python -m benchmarks.public` compares the sum with logs outside of the fit.
+Invariant: weights and KV are divided by the tensor-parallel degree once and by the pipeline stages once; the other
+needs of an engine are stated here and subtracted before the KV cache gets the rest. vLLM takes `gpu_memory_utilization`
+of the memory that PyTorch reports, and subtracts weights, the peak of a profiling run and captured graphs. Other items
+are fitted to logs: see `_EAGER` and below. `python -m benchmarks.public` compares the sum with logs outside of the fit.
 """
 
 from __future__ import annotations
@@ -52,9 +50,8 @@ def kv_tokens(
     bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError where the degrees do not
     divide the model.
 
-    Where layers keep windows or states, tokens are those of sequences of `context` tokens each, by default the longest
-    that the model knows: a sequence's bytes grow ever more slowly with its length, so that a batch of this mean length
-    takes no more.
+    Where layers keep windows or states, tokens are those of sequences of `context` tokens each, by default the model's
+    longest: a sequence's bytes are concave in its length, so a batch of this mean length takes no more.
     """
     held = held_bytes(
         model,
@@ -84,10 +81,10 @@ def held_bytes(
 ) -> float:
     """Bytes that an engine needs on each of its devices besides KV.
 
-    As vLLM's profiling run does, it sets aside the activations of one iteration of `batched_tokens` tokens in bf16
-    (two residual streams, and the gate, up and activated vectors of an MLP), the workspace of experts, and the logits
-    of `seqs` sequences, which every device gathers. Without `routed`, the experts that tokens are routed to are on
-    other devices; without `graphs`, nothing is captured.
+    As vLLM's profiling run does, it sets aside the activations of one iteration of `batched_tokens` tokens in bf16 (two
+    residual streams, and the gate, up and activated vectors of an MLP), the workspace of experts, and the logits of
+    `seqs` sequences, which every device gathers. Without `routed`, routed experts are on other devices; without
+    `graphs`, nothing is captured.
     """
     widest = max(model.intermediate, 0 if model.experts is None else model.experts.shared_intermediate)
     activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
@@ -141,8 +138,8 @@ def expert_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization
 
 
 def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
-    """Bytes that each of `ranks` devices needs if they divide the experts and have nothing else. `tokens` tokens of
-    all attention ranks arrive: they take their own bytes and an MLP's vectors, as in `held_bytes`."""
+    """Bytes that each of `ranks` devices needs if they divide the experts and have nothing else. `tokens` tokens of all
+    attention ranks arrive; they take memory for themselves and an MLP's vectors, as in `held_bytes`."""
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks

@@ -38,7 +38,7 @@ class ExpertGrid:
             raise ValueError("ExpertGrid.experts and exchange need a time for each of tokens; measure what is missing")
 
     def layer_seconds(self, tokens: Seconds) -> Seconds:
-        """Experts and exchange of a layer; `tokens` is the number that the fullest GPU has."""
+        """Experts and exchange of a layer; `tokens` is the number on the fullest GPU."""
         return self._of(self.experts, tokens) + self._of(self.exchange, tokens)
 
     def _of(self, seconds: tuple[float, ...], tokens: Seconds) -> Seconds:

@@ -33,16 +33,16 @@ class Balancing:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
 
     def moves(self, iteration: int) -> int:
-        """Number of moves of experts before `iteration`, which counts from 0. vLLM begins as if three quarters of an
-        interval were over."""
+        """Number of moves of experts before `iteration`, which counts from 0. vLLM starts its count at three quarters
+        of an interval."""
         return (iteration + self._ahead) // self.step_interval
 
     def moved_at(self, moves: int) -> int:
-        """The iteration before which experts are moved for the `moves`-th time."""
+        """The iteration before the `moves`-th move of experts."""
         return moves * self.step_interval - self._ahead
 
     def next_move(self, iteration: int) -> int:
-        """The first iteration after `iteration` before which experts are moved."""
+        """The first iteration after `iteration` that begins with a move of experts."""
         return self.moved_at(self.moves(iteration) + 1)
 
     @property
@@ -78,7 +78,7 @@ def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layer
 
 
 def initial_placement(experts: int, slots: int, layers: int) -> Placement:
-    """Experts in their order, repeated from the first where there are more slots."""
+    """Experts in their order, repeated from the first if there are more slots."""
     return np.tile(np.arange(slots, dtype=np.int64) % experts, (layers, 1))
 
 
@@ -107,7 +107,7 @@ def rebalanced(load: Shares, placement: Placement, ranks: int) -> Placement:
 
 
 def arrivals(before: Placement, after: Placement, ranks: int) -> NDArray[np.int64]:
-    """[layers, ranks] number of experts that a rank gets and did not have."""
+    """[layers, ranks] number of experts that a rank gets for the first time."""
     layers, slots = before.shape
     each = slots // ranks
     counts = np.zeros((layers, ranks), np.int64)

@@ -32,7 +32,7 @@ def capture_sizes(
 
 
 def padded(tokens: int, sizes: tuple[int, ...]) -> int:
-    """The size of the CUDA graph that runs `tokens` tokens; `tokens` itself where no graph is that large."""
+    """The size of the CUDA graph that runs `tokens` tokens; `tokens` itself if no graph is that large."""
     place = bisect_left(sizes, tokens)
     return sizes[place] if place < len(sizes) else tokens
 

@@ -1,10 +1,10 @@
 """Iteration times of engines of one model on one GPU, as a piecewise-linear grid.
 
-Invariant: wherever the numbers came from (tables, calibration, roofline), planner and simulator read the same grid, and
-its profile names the source. Times are linear between grid points along each axis. Outside, the nearest interval is
-extrapolated: down to 1 sequence or new token and to 0 of the others, and up to four times the last point. A grid that
-reaches a negative time on the way is refused: measured tables decrease here and there.
-Memory is not checked here: a grid has times for batches that no KV cache holds.
+Invariant: planner and simulator read the same grid, whatever its source (tables, calibration, roofline), which its
+profile names. Times are linear between grid points along each axis. Outside, the nearest interval is extrapolated: down
+to 1 sequence or new token and to 0 of the others, and up to four times the last point. A grid that reaches a negative
+time there is refused: measured tables decrease in places. Memory is not checked here: a grid has times for batches that
+no KV cache holds.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class EngineProfile:
         return self.engines[0].terms
 
     def beside(self, host: HostCost, terms: KernelTerms) -> EngineProfile:
-        """The same kernels on this host, with these corrections."""
+        """The same kernels with this host and these corrections."""
         return replace(self, engines=tuple(replace(grid, host=host, terms=terms) for grid in self.engines))
 
     @property

@@ -3,11 +3,10 @@
 Invariant: a host belongs to a machine and a version of the engine, not to a GPU, and its source says which. A part that
 is 0 leaves every price unchanged, to the bit.
 
-An iteration takes the host's work before and after it, and in between the longer of two: the kernels, and their
-launching. CUDA graphs shorten launching. A batch that only decodes is one graph; a batch with prefill is a graph
-between every two attentions ("piecewise") up to the largest captured size; beyond that every kernel is launched by
-itself ("eager"). A batch with a graph is padded to its size. These are vLLM's rules for `cudagraph_mode`
-FULL_AND_PIECEWISE, its default.
+An iteration takes the host's work before and after it, and in between the longer of the kernels and their launches.
+CUDA graphs shorten launching. A batch that only decodes is one graph; a batch with prefill is a graph between every two
+attentions ("piecewise") up to the largest captured size; beyond that every kernel is launched by itself ("eager"). A
+batch with a graph is padded to its size. These are vLLM's rules for `cudagraph_mode` FULL_AND_PIECEWISE, its default.
 """
 
 from __future__ import annotations

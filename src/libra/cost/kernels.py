@@ -1,16 +1,16 @@
-"""Corrections for what kernel tables miss: they time one kind of work at a time, on even batches without sharing.
+"""Corrections of kernel tables, which time one kind of work at a time, on even batches without sharing.
 
 Invariant: terms correct the kernels of one source; terms that correct nothing leave every price unchanged, to the bit.
 
-- Uneven contexts in a batch: decode attention waits for its longest ones. They count as if the batch had more
-  context, in proportion to the number of requests times the standard deviation of their contexts.
-- Contexts that share blocks: what one request reads, the others find in the L2 cache.
-- Prefill and decode together: all tokens of an iteration pass through its linear layers as in one prefill.
-- Experts: tables assume that tokens choose them by a power law; with random weights all are equally frequent, and
-  trained routers lie between. `decode` scales what a decode of a mixture of experts takes without its context.
-- With prefill in an iteration, attention is not divided along a context: one multiprocessor reads the longest context
-  from end to end, however few tokens attend to it. Work that is shared out like this takes at most its even share plus
-  its longest piece (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 1).
+- Uneven contexts in a batch: decode attention waits for its longest ones. They count as if the batch had more context,
+in proportion to the number of requests times the standard deviation of their contexts. - Contexts that share blocks:
+after one request reads a block, the others find it in the L2 cache. - Prefill and decode together: all tokens of an
+iteration pass through its linear layers as in one prefill. - Experts: tables assume that tokens choose them by a power
+law; with random weights all are equally frequent, and trained routers lie between. `decode` scales what a decode of a
+mixture of experts takes without its context. - With prefill in an iteration, attention is not divided along a context:
+one multiprocessor reads the longest context from end to end, however few tokens attend to it. Work that is shared out
+like this takes at most its even share plus its longest piece (Graham 1969, Bounds on Multiprocessing Timing Anomalies,
+theorem 1).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Straight lines that stand for times of an engine: fitted to measured samples, or from below to a grid.
 
-Invariant: no coefficient is negative, since no work takes negative time; the error that is reported belongs to samples
-that the reported fit did not see.
+Invariant: no coefficient is negative, since no work takes negative time. The reported error is that of held-out
+samples.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def iteration_lines(
     kv_tokens: float | None = None,
     pieces: int = 3,
 ) -> tuple[IterationLine, ...]:
-    """Affine lower bounds of a decode iteration with up to `max_num_seqs` sequences, together as tight as a few can be.
+    """A few affine lower bounds, as tight as possible, of a decode iteration with up to `max_num_seqs` sequences.
 
     They hold, to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context lies in `contexts` (default: the
     grid's range), as far as `kv_tokens` can hold the batch. A bilinear function less a multiple of b*context is least

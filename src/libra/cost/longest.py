@@ -1,7 +1,7 @@
 """The longest trajectory of a step, from trajectories that stand for all of them.
 
-Invariant: an expected maximum is taken over members, each with its own tokens and tool seconds, and never over means.
-So it grows with every token and every second of any member, and is convex in the factor that slows generation.
+Invariant: an expected maximum is over members, each with its own tokens and tool seconds, never over means. So it grows
+with every token and second of any member, and is convex in the factor that slows generation.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class MemberSeconds:
         return found
 
     def longest(self, draws: float, slowed: float = 1.0) -> tuple[float, ...]:
-        """[class] expected seconds of the longest of those among `draws` trajectories that belong to the classes up to
-        each one. Generation takes `slowed` times as long.
+        """[class] expected seconds of the longest among `draws` trajectories, counting only classes up to each one.
+        Generation takes `slowed` times as long.
 
         Drawn without replacement, each of the `seen` trajectories is among them with a probability of draws / seen. The
         mean of the longest over all such draws is an unbiased estimate for new trajectories, whatever their
-        distribution (Hoeffding 1948); with replacement it would be too short. More draws than `seen` have the longest
-        that was seen; how much further the tail goes is not known.
+        distribution (Hoeffding 1948); with replacement it would be too short. More draws than `seen` give the longest
+        seen; the tail beyond it is not known.
         """
         ratio = draws / self.seen if self.seen else 0.0
         # Mean of the Poisson distribution that is 0 with a probability of 1 - ratio.
@@ -91,7 +91,7 @@ class MemberSeconds:
 
 
 def own_members(cls: TrajectoryClass) -> tuple[Member, ...]:
-    """The members of a class; its mean where it has none."""
+    """The members of a class; its mean if it has none."""
     return cls.members or (Member(1.0, cls.generated, cls.prefill, cls.turns, cls.tool_seconds),)
 
 

@@ -85,7 +85,7 @@ class Quantization:
         return f"{weights}, KV {dtype}"
 
     def refusal(self, model: ModelSpec) -> str | None:
-        """Why the model cannot be stored like this; None where it can."""
+        """Reason why the model cannot be stored in this way; None if it can."""
         if self.weights(model).kept.only_experts and model.experts is None:
             return (
                 f"quantization is {self.weights(model).name}, which is of routed experts, and {model.name} has none:"
@@ -96,7 +96,7 @@ class Quantization:
         return None
 
     def tp_refusal(self, model: ModelSpec, tp: int, routed: bool = True) -> str | None:
-        """Why `tp` devices cannot divide weights stored in square blocks that share a scale; None where they can.
+        """Reason why `tp` devices cannot divide weights stored in square blocks that share a scale; None if they can.
         Without `routed`, whole experts are on other devices."""
         stored = self.weights(model)
         block, own = stored.block, {it.kind for it in stored.own}
@@ -133,7 +133,7 @@ class Quantization:
         return ACTIVATION_BYTES * held.plain + quantised + stored.bytes_of("dense") * held.dense
 
     def version_bytes(self, model: ModelSpec) -> float:
-        """Bytes of all weights that are trained: what an update sends."""
+        """Bytes of all trained weights: the size of an update."""
         if self.weights(model) == BF16:
             return ACTIVATION_BYTES * model.trained_parameters
         return self.weight_bytes(model) - ACTIVATION_BYTES * model.tower
@@ -149,7 +149,7 @@ class Quantization:
     # Products
 
     def faster(self, gpu: GPU, model: ModelSpec, kind: MatrixKind) -> float:
-        """Speed of the GPU's products with matrices of this kind, over bf16; those that keep 16 bits are no faster."""
+        """Speed of the GPU's products with matrices of this kind, over bf16; 1 for matrices that keep 16 bits."""
         stored = self.weights(model)
         kept = stored.kept.of(kind)
         return 1 / (kept + (1 - kept) / record_of(gpu).faster.get(stored.product_of(kind), 1.0))

@@ -2,14 +2,12 @@
 
 Invariant: every price is linear in the trajectories given to an engine, so shares of them add up. An engine is limited
 by its seats (sequences that decode together) or by KV memory. The tighter limit counts, under every affine lower bound
-of its iterations, so all of them are priced. `C / K` below reads: C token-iterations of context, at most K of them in
-one iteration.
-
-Where a step waits for its whole batch, all of it starts at once on empty engines, and seats that are taken one after
-the other do not bound it. Then an engine that generates in I iterations takes `step * I + per_sequence * G +
-per_context_token * C`, and I is the number of tokens that its longest trajectory generates. So a batch takes the work
-of all its trajectories (`batch_work`), which engines share, and its longest trajectory alone (`libra.cost.longest`),
-which they cannot.
+of its iterations, so all of them are priced. `C / K` below means: C token-iterations of context, at most K of them in
+one iteration. If a step waits for its whole batch, all of it starts at once on empty engines, and the number of seats
+is no bound. An engine that generates in I iterations then takes `step * I + per_sequence * G + per_context_token * C`,
+where I is the number of tokens of its longest trajectory. So a batch takes the work of all its trajectories
+(`batch_work`), which engines share, plus that of its longest trajectory (`libra.cost.longest`), which they cannot
+share.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class EngineTiming:
 
 
 def measured_timing(cost: EngineCost) -> EngineTiming:
-    """The timing of an engine whose iterations were measured to be affine."""
+    """The timing of an engine with iterations measured to be affine."""
     line = IterationLine(cost.step, cost.per_sequence, cost.per_context_token)
     return EngineTiming((line,), cost.per_prefill_token, 0.0, cost.per_turn)
 
@@ -123,12 +121,12 @@ def refills(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) -
 def secant_timings(
     timing: EngineTiming, grid: EngineGrid, most: int, contexts: tuple[float, float]
 ) -> tuple[EngineTiming, ...]:
-    """Timings that each come near the grid for some numbers of sequences up to `most` >= 1: any of them may be used.
+    """Timings, each near the grid for some numbers of sequences up to `most` >= 1; any of them may be used.
 
     A mixture of experts reads more experts when there are more tokens, so its iterations are concave in the number of
     sequences, and lower bounds are far from them. Each timing adds one secant at the mean context (the first of
     `contexts`; the other is the longest): from `most` to an eighth of it, then from there to an eighth of that, and so
-    on. The cheapest timing is the nearest one. Where lower bounds are near, there is only the timing itself.
+    on. The cheapest timing is the nearest one. If lower bounds are near, there is only the timing itself.
     """
     context, longest = contexts
     found = []

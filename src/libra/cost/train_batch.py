@@ -1,4 +1,4 @@
-"""The trajectories of one optimiser step, as training sees them: packed into micro-batches, dealt to ranks.
+"""The trajectories of one optimiser step in training: packed into micro-batches, and dealt to ranks.
 
 Invariant: all trajectories of the batch are in it, with their real lengths; packing never splits one. Counts are
 expected values and need not be whole numbers. Lengths are tokens.
@@ -29,10 +29,8 @@ class Packed:
         return float(self.repeats.sum())
 
     def of_rank(self, ranks: int, count: int) -> tuple[Array, Array]:
-        """Tokens and keys of the `count` micro-batches that one of `ranks` ranks gets when they are dealt in turn.
-
-        They come with the lightest at both ends, where a pipeline fills and drains.
-        """
+        """Tokens and keys of the `count` micro-batches that one of `ranks` ranks gets when they are dealt in turn. The
+        lightest are at both ends, where a pipeline fills and drains."""
         position = (np.arange(count) + 0.5) * ranks
         kind = np.minimum(np.searchsorted(np.cumsum(self.repeats), position), len(self.repeats) - 1)
         heaviest_first = kind[np.argsort(-self.keys[kind], kind="stable")]

@@ -1,7 +1,7 @@
 """Bytes of one device's memory that training takes, item by item.
 
-Invariant: every byte is counted on the device that holds most, at the moment it holds most; nothing is divided by a
-degree that does not divide it. Sizes are bytes.
+Invariant: bytes are those of the fullest device at its fullest moment; nothing is divided by a degree that does not
+divide it. Sizes are bytes.
 
 Sources. Model states: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), sec. 3.1 and 5. Activations: Korthikanti et
 al. 2022 (arXiv 2205.05198), sec. 4, counted again for gated MLPs and grouped-query attention, without dropout and
@@ -95,7 +95,7 @@ def stage_parameters(model: ModelSpec, table: LayoutTable) -> StageParameters:
 
 
 def _beside_routed(kind: LayerKind, hidden: int, tp: Array) -> Array:
-    """Parameters of one layer besides routed experts, for a column of degrees."""
+    """Parameters of one layer without routed experts, for a column of degrees."""
     whole = kind.parameters(hidden)
     held: Array = per_degree(lambda degree: kind.mixer_parameters(hidden, degree), tp) + whole.plain
     return held + (whole.dense + whole.shared) / tp
@@ -110,7 +110,7 @@ def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, A
 
 
 def per_degree(of: Callable[[int], float], degrees: Array) -> Array:
-    """`of(degree)` for a column of degrees, evaluated once for each that occurs."""
+    """`of(degree)` for a column of degrees, evaluated once for each different one."""
     values, at = np.unique(degrees, return_inverse=True)
     return np.array([of(int(value)) for value in values], dtype=float)[at]
 
@@ -125,11 +125,12 @@ def memory_columns(
     execution: Execution = "fused",
     accumulated: bool = True,
 ) -> Mapping[str, Array]:
-    """The items of `MemoryBreakdown` for every layout of `table`; arguments as of `training_memory`."""
+    """The items of `MemoryBreakdown` for every layout of `table`; arguments as in `training_memory`."""
     parameters = stage_parameters(model, table)
     ranks = table.dp * table.cp
     whole, divided = parameters.total, parameters.dense / ranks + parameters.experts / table.expert_copies
     weights = state.weights * np.where(table.sharding == _ZERO3, divided, whole)
+    copied = np.where(table.sharding == _ZERO3, 0.0, state.copies * whole)  # fully sharded, of what is gathered alone
     gradients = state.gradients * np.where(table.sharding >= _ZERO2, divided, whole)
 
     tokens = np.maximum(table.micro_tokens, longest) / table.cp
@@ -171,7 +172,7 @@ def memory_columns(
 
     # Full sharding gathers one unit ahead and holds a unit's whole gradient until it is reduced.
     unit = np.maximum(parameters.layer, parameters.embedding)
-    gathered = state.weights * (unit + parameters.layer) + state.gradients * unit
+    gathered = state.weights * (unit + parameters.layer) + (state.gradients + state.copies) * unit
     reduced = state.gradients * unit
     workspace = np.where(table.sharding == _ZERO3, gathered, np.where(table.sharding == _ZERO2, reduced, 0.0))
     # The reference is stored like the weights. Offloaded, it comes while there are no gradients, into their room.
@@ -182,7 +183,7 @@ def memory_columns(
         "offloaded": np.maximum(0.0, weights - gradients),
     }[reference]
     return {
-        "weights": weights + towers,
+        "weights": weights + copied + towers,
         "gradients": gradients,
         "optimiser": state.states * divided,
         "activations": np.where(first_is_fuller, first, last),
@@ -217,9 +218,9 @@ def training_memory(
 ) -> MemoryBreakdown:
     """Bytes on the fullest device of `layout`, whose longest trajectory has `longest` tokens.
 
-    `gpu_memory` is the device's memory in bytes, of which a share is lost to fragmentation. It fits where `total` is
-    at most that. MoE: tokens are taken to be spread evenly over experts. Without `accumulated` a step is one
-    micro-batch, whose gradients are made as its activations are freed.
+    `gpu_memory` is the device's memory in bytes, of which a share is lost to fragmentation. The layout fits if `total`
+    is at most that. MoE: tokens are assumed to be spread evenly over experts. Without `accumulated` a step is one
+    micro-batch, and activations are freed while gradients are made.
     """
     columns = memory_columns(
         model, LayoutTable.of([layout]), longest, gpu_memory, state, reference, execution, accumulated
@@ -228,10 +229,8 @@ def training_memory(
 
 
 def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
-    """Activation bytes of one layer and token on one device: of a layer without recomputation, and what is kept.
-
-    Where layers differ, bytes are a mean over the mixers of all layers. Of MLPs, those with experts stand for all.
-    """
+    """Activation bytes of one layer and token on one device: of a layer without recomputation, and of the kept part. If
+    layers differ, bytes are a mean over the mixers of all layers. Among MLPs, those with experts represent all."""
     tp, value = table.tp, state.weights
     norms, product = model.hidden * mean_of(model, lambda kind: float(kind.parts)), mlp_width(model)
     heads = mean_of(model, lambda kind: kind.mixer.saved(tp) if kind.mixer else np.zeros_like(tp, dtype=float))
@@ -279,8 +278,8 @@ def mean_of(model: ModelSpec, of: Callable[[LayerKind], Any]) -> Any:
 
 
 def mlp_width(model: ModelSpec) -> float:
-    """Mean width of the product inside an MLP of one token, all its experts together, over all layers. Experts stand
-    for the MLPs of layers without them."""
+    """Mean width of the product inside an MLP of one token, all its experts together, over all layers. Experts
+    represent the MLPs of layers without them."""
     experts = model.experts
     widest = experts.active * experts.intermediate + experts.shared_intermediate if experts else model.intermediate
     absent = model.count(lambda kind: kind.mlp is None)

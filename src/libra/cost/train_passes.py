@@ -1,7 +1,7 @@
-"""Seconds of the passes over the layers: what one rank computes and exchanges inside its replica.
+"""Seconds of the passes over the layers: the computation and communication of one rank inside its replica.
 
 Invariant: a pass is charged for all tokens and keys of its rank, however they are packed, and for every micro-batch's
-fixed costs. Communication counts as far as it is not hidden behind attention. Times are seconds.
+fixed costs. Communication counts only if it is not hidden behind attention. Times are seconds.
 
 FLOPs: two per multiplied parameter and token, attention by the real, causal lengths; backward twice the forward
 (Narayanan et al. 2021, arXiv 2104.04473, appendix), attention's 2.5 times since FlashAttention computes the scores
@@ -29,6 +29,12 @@ from libra.hardware.parallel import RECOMPUTE, Array, LayoutTable
 ATTENTION_BACKWARD = 2.5  # FLOPs of FlashAttention's backward, relative to its forward
 LAUNCH = 8e-6  # seconds per operation, measured with linear layers on A100 and H100
 OPERATIONS = 16  # kernels of one layer's forward that are not hidden behind others
+# Seconds of the host for the forward pass of one layer with experts, which no device undercuts: Megatron Bridge trains
+# Qwen3-30B-A3B in micro-batches of 4,096 tokens on B200 with 9,299 and 9,691 tokens/s
+# (docs/performance-summary-archive.md, 25.11 and 26.02), 9.2 and 8.8 ms for a layer's forward and backward, of which
+# the device needs 3.5; with four times the tokens it is 2.8 times as fast. H100, 9.6 ms, was not fitted to. A backward
+# pass launches twice the kernels.
+EXPERT_HOST = 3e-3
 HIDDEN = 0.8  # assumed: share of a computation behind which communication can hide; both use the same memory and SMs
 
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
@@ -49,13 +55,14 @@ class Work:
 
     @property
     def scored(self) -> int:
-        """Forward passes of a step besides the one that has a backward: of the old policy, of the reference."""
+        """Forward passes of a step in addition to the one with a backward: of the old policy, of the reference."""
         return int(self.old_policy) + (self.reference != "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Seconds of one rank, all its micro-batches: of a middle stage's layers, and of what the last stage adds."""
+    """Seconds of one rank, all its micro-batches: of a middle stage's layers, and of the last stage's additional
+    work."""
 
     forward: Array
     backward: Array
@@ -70,7 +77,7 @@ class Passes:
 def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     """The passes of one data-parallel rank with its share of the batch, in `counts` micro-batches per layout.
 
-    Data-parallel exchange is not part of them. What is sent has the type of the weights.
+    Data-parallel exchange is not part of them. Messages have the type of the weights.
     """
     model, batch, rates, state, fabric = work.model, work.batch, work.rates, work.state, work.fabric
     tp, cp = table.tp, table.cp
@@ -123,24 +130,27 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     # Backward, the gradients of keys and values travel with them.
     ring_backward = np.maximum(0.0, 2 * passed - HIDDEN * backward_attention)
     again_exchange = np.where(table.recompute == _FULL, layers_exchange - counts * sent + ring_forward, 0.0)
+    exchange_forward, exchange_backward = layers_exchange + ring_forward, layers_exchange + ring_backward
+    forward, backward = forward + launches, (1 + state.trained) * (forward + launches)
+    host = counts * sparse * EXPERT_HOST
+    waits = np.maximum(0.0, host - forward - attention - exchange_forward)
+    waits_back = np.maximum(0.0, 2 * host - backward - backward_attention - exchange_backward)
     return Passes(
-        forward=forward + launches,
-        backward=(1 + state.trained) * (forward + launches),
+        forward=forward + waits,
+        backward=backward + waits_back,
         attention_forward=attention,
         attention_backward=backward_attention,
-        head=np.maximum(0.0, head - _spared(model, table, state) * (forward + launches + attention)),
-        layer_recompute=layer_recompute,
-        exchange_forward=layers_exchange + ring_forward,
-        exchange_backward=layers_exchange + ring_backward + again_exchange,
+        head=np.maximum(0.0, head - _spared(model, table, state) * (forward + waits + attention)),
+        layer_recompute=layer_recompute + np.where(table.recompute == _FULL, waits, 0.0),
+        exchange_forward=exchange_forward,
+        exchange_backward=exchange_backward + again_exchange,
     )
 
 
 def _spared(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> Array:
-    """Share of a middle stage's layers that the last stage has not, where the layers do not divide by the stages.
-
-    It has that time for its head. Where logits are made in chunks, the head is computed once more than the layers are:
-    the share is lowered so that no time is counted as spared that is not.
-    """
+    """Share of a middle stage's layers that the last stage lacks, if the stages do not divide the layers. The last
+    stage has that time for its head. If logits are made in chunks, the head is computed once more than the layers, so
+    the share is lowered accordingly."""
     layers = np.ceil(model.layers / table.pp)
     passes = 2 + state.trained
     missing: Array = (layers * table.pp - model.layers) / layers * passes / (passes + table.chunked)
@@ -166,13 +176,17 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
     held = sparse * model.expert_parameters * count / table.expert_parts
     reading = counts * held * state.weights / rates.bandwidth
     experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
+    if rates.casts and model.experts:
+        experts = experts + sparse * active * tokens / tp * rates.casts * _cast_width(model.experts, model.hidden) / (
+            rates.bandwidth
+        )
     forward = 2 * dense * tokens / tp / rates.linear + experts
     if rates.passes:
         every, _ = layer_bytes_per_token(model, table, state)
         forward = forward + rates.passes * every * tokens * layers / rates.bandwidth
     if state.product < state.weights:  # weights are cast for every pass
         forward = forward + counts * (dense / tp + held) * (state.weights + state.product) / rates.bandwidth
-    head = 2 * model.vocab * model.hidden * tokens / tp / rates.linear
+    head = 2 * model.vocab * model.hidden * tokens / tp / (rates.head or rates.linear)
     keys = batch.context_sum / table.dp
     # Where layers differ, each stage is taken to have its share of all attention and states.
     attention = model.key_flops(mean) * keys * layers / model.layers / (tp * table.cp) / rates.attention
@@ -181,9 +195,17 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
     return forward, attention, head
 
 
+def _cast_width(experts: Experts, hidden: int) -> float:
+    """Numbers that are cast for one token in one expert, in a third of its forward and backward pass: the inputs of
+    its products, and the gradients of their outputs."""
+    through = experts.width(hidden)
+    gates = 2 if experts.gated else 1
+    return ((through + experts.intermediate) + (through + gates * experts.intermediate)) / 3
+
+
 def reached_parts(experts: Experts, parts: Array) -> Array:
-    """Mean number of `parts` equal parts of the experts that have one of a token's experts: even draws without
-    replacement from the groups that its router is limited to (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Mean number of `parts` equal parts of the experts that have one of a token's experts. Draws are even, without
+    replacement, from the groups that its router is limited to (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     share = experts.active_groups / experts.groups
     within = np.where(parts < experts.groups, _drawn_parts(parts, experts.groups, experts.active_groups), parts * share)
     return _drawn_parts(np.maximum(1.0, within), experts.count * share, experts.active)

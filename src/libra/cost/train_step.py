@@ -47,7 +47,7 @@ STEP_ITEMS = tuple(field.name for field in fields(TrainStep))[:-2]
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """The items of `TrainStep` for a table of layouts, and what it takes to simulate one of its pipelines."""
+    """The items of `TrainStep` for a table of layouts, and the input to simulate one of its pipelines."""
 
     items: Mapping[str, Array]
     total: Array
@@ -59,7 +59,7 @@ class StepTable:
     trained: float  # share of the parameters that have gradients
 
     def simulated_bubble(self, row: int) -> float:
-        """Seconds that the last stage waits when the micro-batches of a rank differ as their trajectories do."""
+        """Seconds that the last stage waits because the micro-batches of a rank differ like their trajectories."""
         table, passes, count = self.table, self.passes, int(self.counts[row])
         tokens, keys = self.packed[int(table.micro_tokens[row])].of_rank(int(table.dp[row]), count)
         if count > SIMULATED:
@@ -95,7 +95,7 @@ class StepTable:
 
 
 def step_table(work: Work, table: LayoutTable) -> StepTable:
-    """The price of every layout of `table`; micro-batches are taken to be equal where a pipeline is not simulated."""
+    """The price of every layout of `table`; without a simulated pipeline, micro-batches are assumed to be equal."""
     parameters = stage_parameters(work.model, table)
     sizes, at = np.unique(table.micro_tokens, return_inverse=True)
     packed = {int(size): work.batch.packed(int(size)) for size in sizes}
@@ -198,7 +198,8 @@ def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters)
 
 
 def _seconds_per_token(work: Work) -> tuple[float, float]:
-    """Forward and backward seconds of a token, and of a key that a token sees, on one device: the unit of balance."""
+    """Forward and backward seconds of a token, and of a key that a token sees, on one device: the unit of load
+    balancing."""
     model, rates = work.model, work.rates.fused or work.rates  # passes grow with tokens as products do
     routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
     linear = (2 + work.state.trained) * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)

@@ -77,7 +77,7 @@ def all_gather_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
 
 
 def reduce_scatter_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
-    """Every device starts with `size` bytes and ends with its share of their sum."""
+    """Every device starts with `size` bytes and ends with its share of the sum."""
     return all_gather_seconds(size, group, fabric)
 
 
@@ -89,10 +89,9 @@ def all_reduce_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
 def dispatch_seconds(size: Column, reached: Callable[[Array], Array], group: Group, fabric: Fabric) -> Array:
     """Every device sends each of its tokens, `size` bytes in all, to the devices of the group that have its experts.
 
-    A token crosses to a node once and inside that node goes to a device once, however many of its experts are there, as
-    DeepEP sends it (github.com/deepseek-ai/DeepEP), which Megatron-LM and NeMo AutoModel dispatch with. `reached(n)` is
-    the mean number of n equal parts of the experts that have one of a token's experts. Bringing results back moves as
-    much.
+    A token goes to a node once and inside that node to a device once, however many of its experts are there. DeepEP
+    does so (github.com/deepseek-ai/DeepEP), with which Megatron-LM and NeMo AutoModel dispatch. `reached(n)` is the
+    mean number of n equal parts of the experts that have one of a token's experts. Bringing results back moves as much.
     """
     members = group.members(fabric)
     nodes = group.size / members
@@ -120,8 +119,8 @@ HOST_LINK = 25e9  # bytes/s of a device to and from host memory, both ways at a 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """Cost of a weight update: `publish` seconds from the optimiser's end until engines have the weights, of which an
-    engine does not generate for `stall`."""
+    """Cost of a weight update: `publish` seconds from the optimiser's end until engines have the weights; an engine
+    pauses for `stall` of them."""
 
     publish: float
     stall: float
@@ -160,7 +159,7 @@ def kv_move_seconds(
 def handover_pays(profile: DeviceProfile, tokens: float) -> bool:
     """Whether handing the KV of `tokens` tokens over takes less of the engines' time than prefilling them again.
 
-    Both as measured on the engines of a run. A hand-over also waits for the iteration that its source is in.
+    Both are measured on the engines of a run. A hand-over also waits for its source's current iteration.
     """
     handover = profile.handover
     if handover is None:
@@ -173,8 +172,8 @@ def colocated_switch_seconds(leaving: float, arriving: float) -> float:
     """Seconds for devices to change sides, from generation to training or back.
 
     `leaving` bytes per device go to host memory (of an engine nothing: its weights are there, its KV is dropped; of a
-    trainer, weights and optimiser state as stored), then `arriving` bytes come from it. What leaves makes the room for
-    what arrives, so the two do not overlap.
+    trainer, weights and optimiser state as stored), then `arriving` bytes come from it. Leaving bytes make room for
+    arriving ones, so the two do not overlap.
     """
     if leaving < 0 or arriving < 0:
         raise ValueError(f"leaving is {leaving}, arriving {arriving}; sizes are 0 or more")

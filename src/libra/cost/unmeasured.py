@@ -1,4 +1,4 @@
-"""Parts of a model whose prices no measured row was held against."""
+"""Parts of a model whose prices were not compared with any measurement."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ EVEN = RunningBatch()  # contexts are alike, and nothing is admitted
 
 def running_batch(classes: Sequence[TrajectoryClass], *, overlapping: bool) -> RunningBatch:
     """A batch of trajectories at random tokens of their generation; each grows evenly from its prompt to its end.
-
-    Unless batches are `overlapping`, all running trajectories have started together and are about equally long.
-    """
+    Unless batches are `overlapping`, all running trajectories started together and are about equally long."""
     generated = sum(cls.share * cls.generated for cls in classes)
     turns = sum(cls.share * cls.turns for cls in classes)
     if not generated or not turns:
@@ -58,9 +56,9 @@ def whole_iterations(
 
     A decode takes its kernels, with uneven contexts counted as longer ones, and the host's overhead. Turns are admitted
     by a Poisson process. An iteration that admits one is launched as one with prefill and reads the longest context
-    from end to end. A decode pays for the longer of the two, launching only as far as its kernels and the prefill do
-    not take that time anyway. A chunk takes the longer of its kernels and their launching, without the host's time for
-    the iteration. The cost of admitting turns is in neither (`EngineTiming`).
+    from end to end. A decode pays for the longer of the two, so launches count only beyond the time of its kernels and
+    the prefill. A chunk takes the longer of its kernels and their launches, without the host's time for the iteration.
+    The cost of admitting turns is in neither (`EngineTiming`).
     """
     host, terms = grid.host, grid.terms
     corrected = terms.linear is not None or terms.longest or terms.decode != 1 or (terms.spread and batch.uneven)

@@ -1,7 +1,7 @@
 """Arithmetic with a calculator that does one operation a call: an expression of n operands needs n - 1 calls.
 
-Invariant: the answer of a prompt is what the calculator itself returns when every call is right, division by zero
-included. Operations apply from left to right, `/` is floor division.
+Invariant: the answer of a prompt is the calculator's own result after correct calls, division by zero included.
+Operations apply from left to right, and `/` is floor division.
 
     Q12+34-5;   the prompt
     >12+34;     a call                    =46;  its result
@@ -140,7 +140,8 @@ class Calculator:
         return str(value)
 
     def _solution(self, expression: str, rng: random.Random) -> list[Span]:
-        """The episode of an agent that makes every call, slips now and then, and asks again after a time-out."""
+        """The episode of an agent that makes every call, makes occasional mistakes, and calls again after a
+        time-out."""
         value = re.match(r"\d+", expression)[0]  # type: ignore[index]
         spans: list[Span] = []
         for operator, right in _TERM.findall(expression):

@@ -80,12 +80,12 @@ class Environment(Protocol):
 
     @property
     def turn_tokens(self) -> int:
-        """Most tokens of a turn, which is cut off there."""
+        """Most tokens of a turn; a longer one is cut off."""
         ...
 
     @property
     def max_turns(self) -> int:
-        """Most turns of an episode, which is cut off there, unanswered."""
+        """Most turns of an episode; a longer one is cut off, unanswered."""
         ...
 
     def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:

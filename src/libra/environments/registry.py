@@ -1,7 +1,5 @@
-"""From the name in a configuration to an environment.
-
-Only names that the user wrote into the configuration are imported, and nothing is called that is not a class with the
-methods of the protocol.
+"""Loads the environment that a configuration names. It imports only names from the user's configuration, and calls only
+classes with the methods of the protocol.
 """
 
 from __future__ import annotations
@@ -13,20 +11,28 @@ from typing import Any
 
 from libra.config.run import ConfigError, EnvironmentConfig
 from libra.environments.protocol import Environment
+from libra.environments.served import ServedEnvironment
 
 METHODS = ("prompts", "parse", "reward", "demonstration")
+SERVED_METHODS = ("prompts", "opened", "play")
 ATTRIBUTES = tuple(name for name, member in vars(Environment).items() if isinstance(member, property))
-BUILT_IN = {"calculator": "libra.environments.calculator:Calculator"}
+SERVED_ATTRIBUTES = ("name", "turn_tokens")
+BUILT_IN = {
+    "calculator": "libra.environments.calculator:Calculator",
+    "command": "libra.environments.command:CommandEnvironment",
+    "verifiers": "libra.integrations.verifiers:VerifiersEnvironment",
+}
+_ALONE = ("calculator", "command")  # kinds that import nothing beside the configuration
 
 
-def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
+def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | ServedEnvironment:
     """The environment of `config.kind`: a built-in name, or `module:Class` importable from the directory `beside`."""
     module_name, colon, class_name = BUILT_IN.get(config.kind, config.kind).partition(":")
     if not colon:
         raise ConfigError(
             f"environment.kind: unknown environment {config.kind!r}; use {', '.join(BUILT_IN)} or your own module:Class"
         )
-    if config.kind not in BUILT_IN and str(beside) not in sys.path:
+    if config.kind not in _ALONE and str(beside) not in sys.path:
         sys.path.insert(0, str(beside))
     try:
         factory: Any = getattr(importlib.import_module(module_name), class_name)
@@ -35,21 +41,35 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
             f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error});"
             f" give module:Class with the module in {beside}"
         ) from None
-    lacking = [name for name in METHODS if not callable(getattr(factory, name, None))]
+    served = callable(getattr(factory, "play", None))
+    methods, attributes = (SERVED_METHODS, SERVED_ATTRIBUTES) if served else (METHODS, ATTRIBUTES)
+    lacking = [name for name in methods if not callable(getattr(factory, name, None))]
     if not isinstance(factory, type) or lacking:
         what = f"has no {', '.join(lacking)}" if isinstance(factory, type) else "is not a class"
         raise ConfigError(
             f"environment.kind: {config.kind!r} {what}; give a class with the members of"
-            " libra.environments.protocol.Environment"
+            f" {'libra.environments.served.ServedEnvironment' if served else 'libra.environments.protocol.Environment'}"
         )
     try:
-        environment: Environment = factory(**config.options)
+        environment: Any = factory(**config.options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment.options: {error}") from None
-    if missing := [name for name in ATTRIBUTES if not hasattr(environment, name)]:
+    if missing := [name for name in attributes if not hasattr(environment, name)]:
         raise ConfigError(
-            f"environment.kind: {config.kind!r} has no {', '.join(missing)}; all of Environment's members are needed"
+            f"environment.kind: {config.kind!r} has no {', '.join(missing)}; all members of its protocol are needed"
         )
+    if isinstance(environment, ServedEnvironment):
+        if config.tools:
+            raise ConfigError(
+                f"environment.tools: {config.kind} plays its own episodes and has its own tools: remove it"
+            )
+        return environment
+    made: Environment = environment
+    _check_tools(config, made)
+    return made
+
+
+def _check_tools(config: EnvironmentConfig, environment: Environment) -> None:
     for tool in config.tools:
         if tool not in environment.tools:
             raise ConfigError(
@@ -57,4 +77,3 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
             )
     if not config.tools:
         raise ConfigError(f"environment.tools: empty; name at least one of {', '.join(environment.tools)}")
-    return environment

@@ -1,7 +1,7 @@
 """The thin executor: carries out a plan's transition, move by move, and keeps the duty of each worker.
 
-Invariant: once a move has ended, it is done or undone, or its worker does nothing. The moves that are made are a prefix
-of the transition's, and after each of them the run can go on. The journal has an intention before it is begun, and its
+Invariant: once a move has ended, it is done or undone, or its worker does nothing. The moves made are a prefix of the
+transition's, and the run can continue after each of them. The journal has an intention before its move begins, and the
 outcome once it has ended. Only the `ProcessController` starts and ends processes.
 """
 
@@ -62,11 +62,11 @@ class Executor(Generic[Processes]):
         return current_allocation(duties, bucket_limits(self._plans), self.longest_context)
 
     def holds_longest(self, allocation: Allocation) -> bool:
-        """Whether it has an engine for the longest contexts, without which no transition leads to it."""
+        """Whether it has an engine for the longest contexts; without one, no transition leads to it."""
         return any(bucket.shape in self._longest for bucket in allocation.buckets)
 
     def transition(self, wanted: Allocation) -> Transition:
-        """Transition from the healthy workers' current duties, where no plan provides one. Raises ValueError where the
+        """Transition from the healthy workers' current duties, if no plan provides one. Raises ValueError if the
         workers cannot form `wanted`."""
         return device_transition(self.pool.devices(), self.allocation(), wanted, self._longest)
 
@@ -81,7 +81,7 @@ class Executor(Generic[Processes]):
         await self.processes.stop()
 
     async def start(self, wanted: Allocation) -> None:
-        """Start the first allocation: a core replica, then all others at once. A worker that is lost on the way is
+        """Start the first allocation: a core replica, then all others at once. A worker that is lost meanwhile is
         missing when this returns. The core replica is started again until its slot is retired. Raises the failure of
         that core replica, and a worker's `WorkerFailedError`, which another process would raise too."""
         moves = device_transition(self.pool.devices(), None, wanted, self._longest).moves
@@ -98,8 +98,8 @@ class Executor(Generic[Processes]):
         self._journal.commit(journal.TransitionDropped(str(errors[0])) if errors else journal.TransitionDone())
 
     async def apply(self, transition: Transition) -> Applied:
-        """Make the transition's moves, one after the other. Raises ValueError where its workers have other duties by
-        now, and `UnsupportedTransitionError` where the backend cannot carry out all that was planned."""
+        """Make the transition's moves, one after the other. Raises ValueError if its workers have other duties by now,
+        and `UnsupportedTransitionError` if the backend cannot carry out the whole plan."""
         unsupported = self.processes.unsupported(transition)
         if unsupported is not None:
             raise UnsupportedTransitionError(unsupported)
@@ -144,7 +144,8 @@ class Executor(Generic[Processes]):
         self._drop = why
 
     async def move(self, move: Move) -> float:
-        """Make one move; returns its seconds. Raises the error that made it fail; its worker then does nothing."""
+        """Make one move; returns its seconds. Raises the error of a failed move; the move's worker then does
+        nothing."""
         began = self._begin(move)
         try:
             await self._change(move.worker, move.before, move.after)
@@ -170,13 +171,14 @@ class Executor(Generic[Processes]):
             self._observer.lost(worker, why, retired)
 
     def fail_overdue(self, step_seconds: float) -> None:
-        """Fail the workers that overstay a passing role, where a training step may take `step_seconds`."""
+        """Fail the workers that exceed the time limit of a transitional role; a training step may take
+        `step_seconds`."""
         for worker in self.pool.overdue(self._clock(), step_seconds):
             limit = DEADLINES[worker.role].after(step_seconds)
             self.lose(worker.id, f"it was {worker.role} for more than {limit:.0f} s")
 
     def slots_changed(self) -> None:
-        """Update the workers whose nodes are lost, or back."""
+        """Update the workers whose nodes were lost, or have returned."""
         for worker in self.pool.all():
             lost = not self.processes.offers(worker.slot)
             if worker.node_lost != lost:
@@ -219,7 +221,7 @@ class Executor(Generic[Processes]):
         return self._end(move, began, "failed", why)
 
     async def _change(self, worker: str, before: Duty, after: Duty) -> None:
-        """Make the steps of a move. Raises `WorkerLostError` also when the worker was lost without failing the step."""
+        """Make the steps of a move. Raises `WorkerLostError` also if the worker was lost without failing the step."""
         if before != IDLE:
             draining = self._become(worker, Role.DRAINING, before.shape)
             self._route()
@@ -241,7 +243,7 @@ class Executor(Generic[Processes]):
         return self._clock()
 
     def _ended(self, worker: str, error: BaseException) -> str:
-        """Make sure that nothing of the worker is left after a failure; returns the reason of the failure."""
+        """End everything that a failed worker left; returns the reason of the failure."""
         if self.pool[worker].role is not Role.FAILED:
             self._become(worker, Role.FAILED)
             self.processes.end(worker, str(error))

@@ -1,9 +1,9 @@
-"""An append-only record of what the controller intended and what came of it, and its replay.
+"""An append-only record of the controller's intentions and their outcomes, and its replay.
 
-Invariant: a committed entry is on disk before the controller acts on it. An interrupted last line is ignored on
-reading; any other line that is damaged, missing or moved is an error, which the chain of checksums finds. The replay is
-a pure function of the entries: for a journal without an interrupted move it is what the controller held in memory. A
-move in progress is named, and its progress is not guessed.
+Invariant: a committed entry is on disk before the controller acts on it. Reading ignores an interrupted last line; any
+other line that is damaged, missing or moved is an error, which the chained checksums find. The replay is a pure
+function of the entries: for a journal without an interrupted move it is the controller's state in memory. A move in
+progress is named, and its progress is not guessed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.records.files import ChainedFile, whole_lines
 
 
 class JournalError(ValueError):
-    """A journal that cannot be resumed from. The message names file and line."""
+    """A journal that cannot be resumed. The message names file and line."""
 
 
 class Entry(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class ProcessStarted(Entry, frozen=True, tag="worker"):
 
 
 class TransitionBegun(Entry, frozen=True, tag="plan"):
-    """The pool is to become `wanted`. `before` is its allocation until then; None where it formed none."""
+    """The pool will become `wanted`. `before` is its present allocation; None if it forms none."""
 
     wanted: Allocation
     before: Allocation | None
@@ -60,7 +60,7 @@ class MoveDone(Entry, frozen=True, tag="done"):
 
 
 class MoveUndone(Entry, frozen=True, tag="undone"):
-    """The move failed; the worker does again what it did before."""
+    """The move failed; the worker has its earlier duty again."""
 
     worker: str
     seconds: float
@@ -68,7 +68,7 @@ class MoveUndone(Entry, frozen=True, tag="undone"):
 
 
 class MoveFailed(Entry, frozen=True, tag="failed"):
-    """The move failed, and the worker does nothing. `retired`: its slot is not used any more."""
+    """The move failed, and the worker does nothing. `retired`: its slot is out of use."""
 
     worker: str
     seconds: float
@@ -77,7 +77,7 @@ class MoveFailed(Entry, frozen=True, tag="failed"):
 
 
 class WorkerLost(Entry, frozen=True, tag="lost"):
-    """A worker with a duty is lost. `retired`: its slot is not used any more."""
+    """A worker with a duty is lost. `retired`: its slot is out of use."""
 
     worker: str
     why: str
@@ -89,7 +89,7 @@ class TransitionDone(Entry, frozen=True, tag="applied"):
 
 
 class TransitionDropped(Entry, frozen=True, tag="dropped"):
-    """The moves of the plan that are not done will not be made."""
+    """The remaining moves of the plan will not be made."""
 
     why: str
 
@@ -128,17 +128,17 @@ AnyEntry = (
 
 
 class Journal:
-    """JSON lines, one an entry. Raises `DiskError` where a line cannot be written."""
+    """JSON lines, one for each entry. Raises `DiskError` if a line cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._file = ChainedFile(path)
 
     def note(self, entry: Entry) -> None:
-        """Record something that may be lost with the machine, though not with the controller."""
+        """Record an entry that may be lost with the machine, but not with the controller."""
         self._file.append(msgspec.json.encode(entry))
 
     def commit(self, entry: Entry) -> None:
-        """Record something that a restarted controller must know; on disk when this returns."""
+        """Record an entry that a restarted controller must know; it is on disk when this returns."""
         self.note(entry)
         self._file.sync()
 
@@ -147,7 +147,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[AnyEntry]:
-    """All whole entries. Raises `JournalError` at the first damaged one, and where there is no such file."""
+    """All whole entries. Raises `JournalError` at the first damaged one, and if there is no such file."""
     decoder: msgspec.json.Decoder[AnyEntry] = msgspec.json.Decoder(AnyEntry)
     try:
         lines = whole_lines(path)
@@ -162,7 +162,7 @@ def read_journal(path: Path) -> Iterator[AnyEntry]:
 
 @dataclass(frozen=True, slots=True)
 class JournalReplay:
-    """State at the end of the journal. `plans` are the allocations whose buckets are in force: the latest, and the one
+    """State at the end of the journal. `plans` are the allocations with buckets in force: the latest, and the one
     before it until the latest is applied."""
 
     version: int  # of the weights
@@ -173,7 +173,7 @@ class JournalReplay:
 
 
 def replay(entries: Iterable[AnyEntry]) -> JournalReplay:
-    """State that the entries lead to. Raises `JournalError` where a move ends that never began."""
+    """The state after these entries. Raises `JournalError` if a move ends that never began."""
     try:
         return _replay(entries)
     except KeyError as error:

@@ -1,8 +1,8 @@
 """Workers and their roles: the role of each, its legal changes, and the allocation that all form together.
 
-Invariant: a role changes only along a legal transition; a passing role has a deadline. A slot whose process is gone is
-`failed`, and idle again at once: another process may be started there, until the slot has lost too many. The pool holds
-no process and does no I/O: it is the state that the executor keeps and the journal records.
+Invariant: a role changes only along a legal transition; a transitional role has a deadline. A slot whose process is
+gone is `failed`, and idle again at once: another process may start there, until the slot has lost too many. The pool
+holds no process and does no I/O: it is the executor's state, which the journal records.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from libra.plan.transition import TRAIN, Device, Duty, Role
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Longest time in a passing role: `seconds`, and the longest time of `steps` training steps on top."""
+    """Time limit of a transitional role: `seconds`, plus the time limit of `steps` training steps."""
 
     seconds: float
     steps: int
 
     def after(self, step_seconds: float) -> float:
-        """Seconds, where a step may take `step_seconds`."""
+        """The limit in seconds, if a step may take `step_seconds`."""
         return self.seconds + self.steps * step_seconds
 
 
@@ -54,17 +54,17 @@ _LEGAL = {
 
 
 class IllegalTransitionError(RuntimeError):
-    """A role change that the state machine does not know."""
+    """A role change that is not legal."""
 
 
 def with_loss(losses: tuple[float, ...], now: float) -> tuple[float, ...]:
-    """Times of the losses that count, with one more at `now`."""
+    """Times of the recent losses, with one more at `now`."""
     return (*(moment for moment in losses if now - moment <= LOSS_WINDOW), now)
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One device slot. `allowed` are the working roles it may take; with its `most_losses`th loss it is retired."""
+    """One device slot. `allowed` are the working roles it may take; its `most_losses`th loss retires it."""
 
     id: str
     slot: int
@@ -79,12 +79,13 @@ class Worker:
 
     @property
     def duty(self) -> Duty:
-        """The worker's role, with the shape of an engine in service. A passing role does no work yet, or no more."""
+        """The worker's role, with the shape of an engine in service. A transitional role does no work yet, or no
+        more."""
         return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
 
     @property
     def device(self) -> Device:
-        """The worker as a planner sees it."""
+        """The device of the worker, as a planner's input."""
         return Device(self.id, self.slot, self.allowed, self.duty, self.lent)
 
     @property
@@ -123,7 +124,7 @@ class WorkerPool:
         return tuple(self._workers.values())
 
     def healthy(self) -> tuple[Worker, ...]:
-        """Workers that do something, or could."""
+        """Workers that have a duty, or could have one."""
         return tuple(
             worker for worker in self._workers.values() if worker.role is not Role.FAILED and not worker.node_lost
         )
@@ -137,11 +138,11 @@ class WorkerPool:
         return self._workers[worker]
 
     def lent_shapes(self) -> frozenset[str]:
-        """Shapes of the engines on devices that serve users, whether any of those devices is there or not."""
+        """Shapes of the engines on devices that serve users, present or not."""
         return frozenset(worker.lent for worker in self._workers.values() if worker.lent is not None)
 
     def devices(self) -> tuple[Device, ...]:
-        """Healthy workers, as a planner sees them."""
+        """Healthy workers, as a planner's input."""
         return tuple(worker.device for worker in self.healthy())
 
     def set_node_lost(self, worker: str, lost: bool) -> Worker:
@@ -149,7 +150,7 @@ class WorkerPool:
         return self._workers[worker]
 
     def overdue(self, now: float, step_seconds: float) -> tuple[Worker, ...]:
-        """Workers that overstay a passing role, where a training step may take `step_seconds`."""
+        """Workers that exceed the time limit of a transitional role; a training step may take `step_seconds`."""
         return tuple(
             worker
             for worker in self._workers.values()
@@ -190,9 +191,9 @@ def current_allocation(
 ) -> Allocation | None:
     """Allocation of workers with these duties, in buckets with these `limits`; None when none trains or none generates.
 
-    The first limit of a shape counts: between two allocations, engines of both run. A bucket without an engine is gone:
-    its range belongs to the next longer one, the last range to the longest that is left. Of two buckets that end at the
-    same length the first one stays.
+    The first limit of a shape counts: between two allocations, engines of both run. A bucket without an engine
+    disappears: its range joins the next longer one, the last range the longest remaining one. Of two buckets that end
+    at the same length the first one stays.
     """
     doing = Counter(duties)
     ends: dict[str, int] = {}
@@ -210,9 +211,9 @@ def current_allocation(
 
 
 def fitted(allocation: Allocation, workers: Sequence[Worker], lent_shapes: Collection[str] = ()) -> Allocation:
-    """`allocation` fitted to the workers that are there. Missing workers come off the longest bucket first, which keeps
-    one engine, and then off the shortest ones; surplus workers join the longest one. Engines of `lent_shapes` are those
-    of the lent devices that are there. Raises `InfeasiblePlanError` where none is left to generate, or to train."""
+    """`allocation` fitted to the present workers. Missing workers come off the longest bucket first, which keeps one
+    engine, and then off the shortest ones; surplus workers join the longest one. Engines of `lent_shapes` are those on
+    the present lent devices. Raises `InfeasiblePlanError` if no worker is left to generate, or to train."""
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
     own = len(workers) - lent.total()
     core = sum(worker.allowed == {Role.TRAIN} for worker in workers)

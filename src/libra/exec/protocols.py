@@ -1,6 +1,6 @@
 """The executor's interfaces: to the controller of worker processes, and to the observer of its moves.
 
-Invariant: nothing here says how: what a process is, where weights lie and how bytes travel is the backend's business.
+Invariant: processes, the storage of weights and the transport of bytes are left to the backend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class WorkerLostError(ConnectionError):
 
 
 class WorkerFailedError(RuntimeError):
-    """The worker is alive and reports that it could not do what was asked."""
+    """The worker is alive and reports that it could not carry out an order."""
 
 
 class UnsupportedTransitionError(ValueError):
@@ -30,36 +30,36 @@ Outcome = Literal["done", "undone", "failed"]  # of a move
 
 class ProcessController(Protocol):
     """Starts, frees and ends workers. `free` and `start` raise `WorkerLostError`, `WorkerFailedError` or `TimeoutError`
-    when they fail; `end` then ends what is left of the worker."""
+    when they fail; `end` then ends the rest of the worker."""
 
     @property
     def step_allowance(self) -> float:
-        """Estimated seconds within which a training step is made, or a replica is found to be lost in it; 0 before the
+        """Estimated seconds within which a training step is made, or the loss of a replica is noticed; 0 before the
         first replica has started."""
         ...
 
     def require_core(self) -> None:
-        """Raises `CoreLostError` when training has begun and no core replica is there."""
+        """Raises `CoreLostError` when training has begun and no core replica is present."""
         ...
 
     def unsupported(self, transition: Transition) -> str | None:
-        """The part of the transition's plan that this backend cannot carry out, in one line; None where it can all."""
+        """The part of the transition's plan that this backend cannot carry out, in one line; None if there is none."""
         ...
 
     def offers(self, slot: int) -> bool:
-        """Whether the slot is there: its node is not lost."""
+        """Whether the slot is available: its node is not lost."""
         ...
 
     async def free(self, worker: str, duty: Duty) -> None:
-        """Let a worker finish what it does, and end its process."""
+        """Let a worker finish its work, and end its process."""
         ...
 
     async def start(self, worker: str, duty: Duty) -> None:
-        """Start a process, in service when this returns. What is left of an earlier one is gone before it starts."""
+        """Start a process, in service when this returns. All of an earlier one is gone before it starts."""
         ...
 
     def end(self, worker: str, why: str) -> None:
-        """End all that there is of the worker, at once; calls that wait for it fail."""
+        """End all processes of the worker at once; calls that wait for it fail."""
         ...
 
     def route(self, allocation: Allocation) -> None:
@@ -67,7 +67,7 @@ class ProcessController(Protocol):
         ...
 
     def declare_dead(self) -> None:
-        """Find processes that are gone without notice on a channel."""
+        """Find processes that ended without a sign on a channel."""
         ...
 
     async def stop(self) -> None:
@@ -87,7 +87,7 @@ class MoveOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Outcome of a transition: the moves that were made, and why the rest was dropped; None: nothing was dropped."""
+    """Outcome of a transition: the moves made, and the reason why the rest was dropped; None: nothing was dropped."""
 
     moves: tuple[MoveOutcome, ...]
     failure: str | None
@@ -100,9 +100,9 @@ class PoolObserver(Protocol):
     def moved(self, moved: MoveOutcome) -> None: ...
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """A worker with a duty is lost. `retired`: its slot is not used any more."""
+        """A worker with a duty is lost. `retired`: its slot is out of use."""
         ...
 
     def node_back(self, worker: str) -> None:
-        """The slot of a worker, which was lost with its node, can be used again."""
+        """The slot of a worker that was lost with its node can be used again."""
         ...

@@ -1,6 +1,6 @@
 """A recent ratio of two quantities.
 
-Invariant: it is a ratio of sums, so a small step counts little, whatever its own ratio is.
+Invariant: it is a ratio of sums, so a small step counts little, whatever its own ratio.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _HALF_LIFE_STEPS = 5.0  # what is measured drifts as the policy learns
 
 @dataclass(slots=True)
 class Ratio:
-    """An exponentially forgotten ratio of sums; 1 before anything was observed."""
+    """An exponentially forgotten ratio of sums; 1 before any observation."""
 
     above: float = 0.0
     below: float = 0.0

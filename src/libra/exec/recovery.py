@@ -1,8 +1,7 @@
 """Recovery of workers that are lost during the first start, or during work between steps, such as an evaluation.
 
-Invariant: while the work goes on, or before it begins again, the workers have their earlier duties, as far as there are
-workers left; where none is left, the work ends with an error instead of waiting for ever. A move that was begun ends
-before `during` returns.
+Invariant: the remaining workers get their earlier duties while the work continues, or before it begins again. If none
+is left, the work ends with an error instead of waiting for ever. A started move ends before `during` returns.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ _MOST_UNDONE = 3  # plans that fail although no slot is lost, before the work is
 
 
 class Recovery:
-    """Restores lost workers. `first` is the allocation where the current one cannot go on; `warn` gets what failed."""
+    """Restores lost workers. `first` is the fallback if the current allocation is impossible; `warn` gets each
+    failure."""
 
     def __init__(self, executor: Executor[ProcessController], first: Allocation, warn: Callable[[str], None]) -> None:
         self._executor, self._first, self._warn = executor, first, warn
@@ -34,14 +34,14 @@ class Recovery:
         self._lost.set()
 
     async def start(self) -> None:
-        """Bring up the first workers. Raises what `Executor.start` and `during` raise."""
+        """Start the first workers. Raises the errors of `Executor.start` and `during`."""
         pool = self._executor.pool
         await self._executor.start(fitted(self._first, pool.healthy(), pool.lent_shapes()))
         await self._recover(self._first, lambda: False)
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises what it raises; `CoreLostError` or `InfeasiblePlanError` where the workers that
-        are left cannot go on."""
+        """The result of `work`. Raises its errors; `CoreLostError` or `InfeasiblePlanError` if the remaining workers
+        cannot continue."""
         wanted = self._wanted()
         task = asyncio.create_task(work)
         task.add_done_callback(lambda task: self._executor.drop_rest("what it was for is done"))
@@ -57,8 +57,8 @@ class Recovery:
             await asyncio.gather(task, return_exceptions=True)
 
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of work that moves workers itself and fails where one is lost. It begins again when the workers
-        have their earlier duties. Raises what the last attempt raises, and what `during` raises."""
+        """The result of work that moves workers itself and fails when one is lost. It begins again when the workers
+        have their earlier duties. Raises the error of the last attempt, and the errors of `during`."""
         wanted = self._wanted()
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -69,12 +69,12 @@ class Recovery:
         return await work()
 
     def _wanted(self) -> Allocation:
-        """The current allocation, or the first one where no engine for the longest contexts is left."""
+        """The current allocation, or the first one if no engine for the longest contexts is left."""
         now = self._executor.allocation()
         return now if now is not None and self._executor.holds_longest(now) else self._first
 
     async def _recover(self, wanted: Allocation, over: Callable[[], bool]) -> None:
-        """Restore `wanted`. Idle slots that cannot be started are retired, so only undone moves have to be counted."""
+        """Restore `wanted`. Idle slots that cannot be started are retired, so only undone moves need a limit."""
         undone = 0
         while not over():
             self._lost.clear()

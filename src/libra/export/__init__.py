@@ -1,1 +1,1 @@
-"""Plans in the words of other training frameworks."""
+"""Plans as configurations of other training frameworks."""

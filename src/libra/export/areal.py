@@ -1,6 +1,6 @@
 """Overrides of an AReaL experiment.
 
-Keys: AReaL 1.0.4 at 4aef98d8 (2026-05-21), `areal/api/cli_args.py`; the allocations are words of the grammar in
+Keys: AReaL 1.0.4 at 4aef98d8 (2026-05-21), `areal/api/cli_args.py`; the allocations follow the grammar in
 `areal/api/alloc_mode.py`.
 """
 

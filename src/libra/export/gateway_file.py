@@ -1,4 +1,4 @@
-"""The file of `libra route` for engines that lines start."""
+"""The file of `libra route` for engines that are started by command lines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from libra.export.serve_line import ServeLine
 def gateway_file(
     lines: Sequence[ServeLine], router: str, url: Callable[[ServeLine], str] = lambda it: f"http://{it.host}:{it.port}"
 ) -> dict[str, object]:
-    """Engines, buckets and policy; hosts are placeholders unless `url` says otherwise.
-
-    Raises ValueError where an engine does not say what context it serves, or one of a pair does not say with whom.
-    """
+    """Engines, buckets and policy; hosts are placeholders unless `url` gives others. Raises ValueError if an engine
+    lacks its longest context, or one of a pair lacks its partner."""
     for line in lines:
         if line.up_to is None:
             raise ValueError(f"max_model_len of {line.name} is missing: the router has to know it; add it to the file")

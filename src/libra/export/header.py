@@ -1,4 +1,4 @@
-"""The comment that opens what is written: the split, and what of the plan is left to its reader."""
+"""The comment at the top of an export: the split, and the settings of the plan that are left to the reader."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _ASSUMED = (
 
 
 def header(split: DeviceSplit, written: Collection[str]) -> str:
-    """Comment lines, in the syntax that shell, TOML and YAML share. `written` are keys of the recipe that the text says
-    itself; others that differ from the defaults of a recipe are named."""
+    """Comment lines, in the syntax that shell, TOML and YAML share. `written` are keys of the recipe that the text
+    sets; the comment names others that differ from their defaults."""
     framework, recipe = split.framework, split.recipe
     lines = [
         f"{split.title}: {split.train_gpus} GPUs train, {split.rollout_gpus} generate, {split.idle_gpus} idle.",

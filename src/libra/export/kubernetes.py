@@ -1,6 +1,6 @@
 """Engine lines as objects of Kubernetes: a StatefulSet for equal engines, and `libra route` before them.
 
-Fields: Kubernetes 1.31, `apps/v1` and `v1`. An engine is a pod, which the device plug-in gives its GPUs.
+Fields: Kubernetes 1.31, `apps/v1` and `v1`. An engine is a pod, which gets its GPUs from the device plug-in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUTER_PORT = 9000
 
 
 def manifests(lines: Sequence[ServeLine], router: str) -> str:
-    """YAML documents; the model's volume, node selectors and the token of the router stay yours. Raises ValueError as
+    """YAML documents; the model's volume, node selectors and the token of the router stay yours. Raises ValueError like
     `gateway_file`."""
     urls: dict[str, str] = {}
     documents: list[dict[str, object]] = []
@@ -33,7 +33,7 @@ def manifests(lines: Sequence[ServeLine], router: str) -> str:
 
 
 def _equal(lines: Sequence[ServeLine]) -> Iterator[list[ServeLine]]:
-    """Neighbours that differ in place alone."""
+    """Neighbours that differ only in their place."""
     for _, its in groupby(lines, lambda it: (it.model, it.arguments, it.bucket, len(it.gpus), dict(it.environment))):
         yield list(its)
 

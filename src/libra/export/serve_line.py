@@ -1,4 +1,4 @@
-"""One engine as a line that starts it.
+"""One engine as a command line.
 
 Flags: vLLM 0.32, `vllm/engine/arg_utils.py`; the parser of the installed vLLM reads them in `tests/export`.
 """
@@ -24,7 +24,7 @@ Flag = bool | int | float | str | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ServeLine:
-    """`vllm serve` on some GPUs of one node. A flag that is True has no value, one that is False is not given."""
+    """`vllm serve` on some GPUs of one node. A flag that is True has no value; one that is False is left out."""
 
     host: str  # a placeholder: the class of nodes and the node's number
     gpus: Sequence[int]
@@ -43,7 +43,7 @@ class ServeLine:
 
     @property
     def paired(self) -> bool:
-        """Whether it passes KV on to another engine, or takes it."""
+        """Whether it sends KV to another engine, or receives it."""
         return "kv-transfer-config" in self.flags
 
     @property
@@ -101,7 +101,7 @@ def engine_flags(recipe: Recipe, engines: Engines) -> dict[str, Flag]:
 
 
 def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mapping[str, Flag]) -> tuple[ServeLine, ...]:
-    """A line for each engine of the plan, by bucket; `environment` and `more` flags are given to all. Ports count from
+    """A line for each engine of the plan, by bucket; all get `environment` and `more` flags. Ports count from
     `FIRST_PORT` on each node."""
     lines = []
     used: dict[str, int] = {}
@@ -119,5 +119,5 @@ def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mappin
 
 
 def script(lines: Sequence[ServeLine]) -> str:
-    """The lines, each under a comment that says on which node it is to run."""
+    """The lines, each under a comment that names its node."""
     return "".join(f"# on {line.host}{f': {line.note}' if line.note else ''}\n{line.command}\n" for line in lines)

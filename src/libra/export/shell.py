@@ -1,4 +1,4 @@
-"""Text that a shell reads: arrays of arguments and files that a script writes."""
+"""Text for a shell: arrays of arguments and files that a script writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def overrides(settings: Iterable[tuple[str, object]]) -> Iterable[str]:
 
 
 def written(value: object) -> str:
-    """A value as YAML, TOML and Hydra write it."""
+    """A value in the syntax of YAML, TOML and Hydra."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -30,7 +30,7 @@ def file(name: str, text: str) -> str:
 
 
 def megatron_degrees(layout: ParallelLayout) -> tuple[tuple[str, int], ...]:
-    """Degrees by the names that Megatron-LM has for them."""
+    """Degrees by Megatron-LM's names."""
     degrees = (
         ("tensor_model_parallel_size", layout.tp),
         ("pipeline_model_parallel_size", layout.pp),
@@ -45,7 +45,7 @@ def megatron_degrees(layout: ParallelLayout) -> tuple[tuple[str, int], ...]:
 
 
 def megatron_recompute(layout: ParallelLayout) -> tuple[tuple[str, object], ...]:
-    """Activations that are computed again, as Megatron-LM names it."""
+    """Recomputed activations, by Megatron-LM's name."""
     if layout.recompute == "full":
         return (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
     if layout.recompute == "selective":

@@ -19,7 +19,7 @@ from libra.export.split import DeviceSplit, Engines
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """The words of one inference engine."""
+    """The terms of one inference engine."""
 
     name: Literal["sglang", "vllm"]
     memory: str  # argument for the share of memory that an engine takes

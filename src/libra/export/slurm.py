@@ -21,7 +21,7 @@ _PLAIN = _STEPS.replace(' --het-group="${group[$1]}"', "")
 
 
 def batch_script(lines: Sequence[ServeLine], router: str) -> str:
-    """The script; the partition, the account and the time limit stay yours. Raises ValueError as `gateway_file`."""
+    """The script; the partition, the account and the time limit stay yours. Raises ValueError like `gateway_file`."""
     classes = list(dict.fromkeys(_class(it) for it in lines))
     hosts = {name: list(dict.fromkeys(it.host for it in lines if _class(it) == name)) for name in classes}
     several = len(classes) > 1

@@ -1,7 +1,7 @@
-"""The division of a cluster that a plan stands for, as configurations of frameworks need it.
+"""The division of a cluster by a plan, for configurations of frameworks.
 
 Invariant: every GPU of the cluster trains, generates or is idle, and is counted once. A `DeviceSplit` is one that its
-framework can express: what it cannot is refused here, by the part of the plan that is in the way.
+framework can express; others are refused here, naming the conflicting part of the plan.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DeviceSplit:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of every node. Raises `ExportError` where nodes that train and nodes that generate differ."""
+        """GPUs of every node. Raises `ExportError` if nodes that train and nodes that generate differ."""
         train, rollout = self.train_class.gpus, self.rollout_class.gpus
         if train != rollout:
             raise ExportError(
@@ -95,7 +95,7 @@ class DeviceSplit:
 
     @property
     def tp(self) -> int:
-        """GPUs of an engine, where all engines have one size."""
+        """GPUs of an engine, if all engines have one size."""
         return self.engines[0].tp
 
     @property
@@ -108,12 +108,12 @@ class DeviceSplit:
 
     @property
     def micro_tokens_per_gpu(self) -> int:
-        """Tokens of a micro-batch that one GPU of a context-parallel group has."""
+        """Tokens of a micro-batch on one GPU of a context-parallel group."""
         return math.ceil(self.layout.micro_tokens / self.layout.cp)
 
 
 def split_of(plan: Plan, framework: Framework) -> DeviceSplit:
-    """The plan's split for the framework. Raises `ExportError` where the framework cannot express it."""
+    """The plan's split for the framework. Raises `ExportError` if the framework cannot express it."""
     try:
         request = plan.of_cluster
     except ValueError:
@@ -171,7 +171,7 @@ def _engines(plan: Plan) -> Iterator[Engines]:
 
 
 def _require_expressible(split: DeviceSplit) -> None:
-    """Raises `ExportError` where engines are not as the framework has them."""
+    """Raises `ExportError` if the framework does not have such engines."""
     framework = split.framework
     sizes = sorted({group.tp for group in split.engines})
     pools = {place.pool for group in split.engines for place in group.places}
@@ -189,7 +189,7 @@ def _require_expressible(split: DeviceSplit) -> None:
 
 
 def _on_whole_nodes(split: DeviceSplit) -> DeviceSplit:
-    """The split with engines on nodes of their own. Raises `ExportError` where they share nodes by their number."""
+    """The split with engines on nodes of their own. Raises `ExportError` if their number makes them share nodes."""
     framework, nodes = split.framework, split.train_class
     if split.nodes == 1:
         return split
@@ -207,7 +207,7 @@ def _on_whole_nodes(split: DeviceSplit) -> DeviceSplit:
 
 
 def _packed(engines: Sequence[Engines], nodes: NodeClass) -> tuple[Engines, ...]:
-    """The engines on the first nodes, the largest first, so that none shares a node with training."""
+    """The engines on the first nodes, the largest first, so none shares a node with training."""
     taken, placed = 0, {}
     for group in sorted(engines, key=lambda it: -it.tp):
         starts = range(taken, taken + group.gpus, group.tp)
@@ -227,7 +227,7 @@ def _packed(engines: Sequence[Engines], nodes: NodeClass) -> tuple[Engines, ...]
 
 
 def _grid(gpus: int, of_node: int) -> tuple[int, int]:
-    """Nodes and GPUs of each, as many as divide both: 20 of nodes of 8 are 5 times 4."""
+    """Nodes and GPUs of each, as many as divide both: 20 GPUs on nodes of 8 become 5 times 4."""
     if gpus <= of_node:
         return 1, gpus
     each = math.gcd(gpus, of_node)

@@ -1,6 +1,5 @@
-"""The frameworks that plans can be written for, and who writes them.
-
-A new framework is a row of `libra.config.frameworks`, a module with a function `emit` here, and a row below.
+"""The frameworks with plan exports, and their writers. A new framework is a row of `libra.config.frameworks`, a module
+with a function `emit` here, and a row below.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Format = Literal["sh", "toml", "yaml"]
 
 @dataclass(frozen=True, slots=True)
 class Emitter:
-    """The writer of one framework, and the syntax of what it writes."""
+    """The writer of one framework, and the syntax of its output."""
 
     emit: Callable[[DeviceSplit], str]
     format: Format
@@ -50,7 +49,7 @@ EMITTERS: Mapping[str, Emitter] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A plan in the words of a framework."""
+    """A plan as the configuration of a framework."""
 
     split: DeviceSplit
     format: Format
@@ -63,14 +62,14 @@ LAUNCHERS: Mapping[str, Callable[[Sequence[ServeLine], str], str]] = MappingProx
 
 
 def launch_file(plan: Plan, launcher: str) -> Exported:
-    """The plan's engines, and the router before them, as `launcher` starts them. Raises ValueError as `export`."""
+    """The plan's engines, and the router before them, as a file for `launcher`. Raises ValueError like `export`."""
     split = split_of(plan, framework_named("vllm"))
     lines = serve_lines(split, {}, {})
     return Exported(split, launch_format(launcher), launched(lines, split.recipe.router, launcher))
 
 
 def launched(lines: Sequence[ServeLine], router: str, launcher: str) -> str:
-    """Raises ValueError for an unknown launcher, and as `gateway_file`."""
+    """Raises ValueError for an unknown launcher, and like `gateway_file`."""
     if launcher not in LAUNCHERS:
         raise ValueError(f"--launch: {unknown('launcher', launcher, LAUNCHERS)}")
     return LAUNCHERS[launcher](lines, router)

@@ -1,8 +1,8 @@
 """Files, engine lines and arguments for TRL's AsyncGRPO: accelerate.yaml, gateway.yaml and `AsyncGRPOConfig`.
 
 Keys: TRL 1.16.0, `trl/experimental/async_grpo/async_grpo_config.py` and `trl/accelerate_configs/fsdp2.yaml`, whose keys
-are accelerate's (1.15). Its trainer talks to one URL, and needs the engines' control endpoints: VLLM_SERVER_DEV_MODE
-and weight transfer by NCCL, as `docs/source/async_grpo_trainer.md` starts them.
+are accelerate's (1.15). Its trainer uses one URL, and needs the engines' control endpoints: VLLM_SERVER_DEV_MODE and
+weight transfer by NCCL, as in `docs/source/async_grpo_trainer.md`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def emit(split: DeviceSplit) -> str:
 
 
 def config(split: DeviceSplit) -> dict[str, object]:
-    """Arguments of `AsyncGRPOConfig` that the plan decides."""
+    """Arguments of `AsyncGRPOConfig` that the plan sets."""
     recipe, layout = split.recipe, split.layout
     return {
         "vllm_server_base_url": _GATEWAY,

@@ -1,8 +1,8 @@
 """Overrides of verl's fully asynchronous trainer.
 
-Keys: verl 0.9.1, `verl/experimental/fully_async_policy/config` and the files of `verl/trainer/config` that it is made
-of. Its bound of staleness is a share: `(1 + staleness_threshold)` batches may be generated between two updates
-(`fully_async_rollouter.py:set_max_required_samples`), which a whole number of versions is with one batch an update.
+Keys: verl 0.9.1, `verl/experimental/fully_async_policy/config` and its files of `verl/trainer/config`. Its bound of
+staleness is a share: `(1 + staleness_threshold)` batches may be generated between two updates
+(`fully_async_rollouter.py:set_max_required_samples`). With one batch an update this is a whole number of versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Setting = tuple[str, object]
 
 
 def emit(split: DeviceSplit) -> str:
-    """A bash array of overrides, and the command that takes them."""
+    """A bash array of overrides, and the command that uses them."""
     config = "fully_async_ppo_megatron_trainer" if split.family == "Megatron" else "fully_async_ppo_trainer"
     arguments = [f"--config-name={config}", *overrides(_settings(split))]
     start = (

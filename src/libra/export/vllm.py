@@ -1,4 +1,4 @@
-"""Lines that start the engines of a plan, or of a file that `libra search --engines-out` wrote.
+"""Command lines for the engines of a plan, or of a file from `libra search --engines-out`.
 
 Flags: see `libra.export.serve_line`. Keys of the file: `libra.sim.engines_keys`.
 """
@@ -23,7 +23,7 @@ def emit(split: DeviceSplit) -> str:
 
 def file_lines(path: Path | str) -> tuple[str, list[ServeLine], str]:
     """A comment, a line for each engine of a file of engines, packed onto nodes in the order of the file, and the
-    file's router. Raises `ConfigError` where the file says what no line of vLLM does."""
+    file's router. Raises `ConfigError` if the file has a key without a flag of vLLM."""
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
     bucketed = any(section.bucket for section in file.engines)
@@ -66,7 +66,7 @@ def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[
 
 
 def _flags(section: EngineSection) -> dict[str, Flag]:
-    """Values that are vLLM's own defaults are written only where the search has decided them."""
+    """Values equal to vLLM's defaults are written only if the search has decided them."""
     flags: dict[str, Flag] = {
         "tensor-parallel-size": section.tensor_parallel_size,
         "max-num-seqs": section.max_num_seqs,

@@ -1,1 +1,1 @@
-"""GPUs and nodes, the shapes of models, and how a model is spread over devices."""
+"""GPUs and nodes, the shapes of models, and the division of a model over devices."""

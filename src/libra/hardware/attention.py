@@ -1,4 +1,4 @@
-"""Attention over keys: of heads that share them in groups, of latent vectors, and of vectors that were compressed.
+"""Attention over keys: of heads that share keys in groups, of latent vectors, and of compressed vectors.
 
 Invariant: an attention is possible, and its parameters are those of the checkpoint. Sizes of methods are of one layer
 on one of `tp` devices; `tp` is a degree that `tp_refusal` accepts.
@@ -22,7 +22,7 @@ Products = tuple[tuple[float, float], ...]  # (inputs, outputs) of each matrix p
 class Indexer:
     """Small heads that choose the `topk` keys which the attention of a layer reads (DeepSeek-V3.2, MiniMax-M3).
 
-    Every device has all of it. A key is kept in one byte a number and a scale of four bytes for each 128 numbers.
+    Every device has the whole indexer. A key takes one byte a number, and four bytes of scale for each 128 numbers.
     """
 
     heads: int
@@ -38,7 +38,7 @@ class Indexer:
         return self.head_dim + 4 * -(-self.head_dim // 128) if self.weighted else 2.0 * self.head_dim
 
     def matrices(self, queries: int, hidden: int) -> tuple[Matrix, ...]:
-        """Its matrices, for queries made of `queries` numbers."""
+        """Its matrices, for queries of `queries` numbers."""
         found = (
             Matrix("self_attn.indexer.wq_b", queries, self.heads * self.head_dim, 1),
             Matrix("self_attn.indexer.wk", hidden, self.head_dim, 1),
@@ -50,7 +50,7 @@ class Indexer:
         return 2 * self.head_dim  # weight and bias of the key's norm, or a norm of queries and one of keys
 
     def read(self, each: int = 1) -> Read:
-        """The keys that it reads, one for `each` tokens."""
+        """The keys that it reads, one for every `each` tokens."""
         flops = 2 * self.heads * self.head_dim / each
         return Read(0.0, flops, flops, plain=self.key_bytes / each)
 
@@ -100,7 +100,7 @@ class Attention:
         return (*made, *(self.indexer.matrices(hidden, hidden) if self.indexer else ()))
 
     def vectors(self, hidden: int, tp: int = 1) -> float:
-        """Parameters besides the matrices and their biases."""
+        """Parameters other than the matrices and their biases."""
         norms = 0.0
         if self.qk_norm == "head":
             norms = self.head_dim * (1 if self.shared else 2)
@@ -148,7 +148,7 @@ class Attention:
         return 0.0
 
     def saved(self, tp: Array) -> Array:
-        """Activations of a token that its backward pass needs, besides inputs and norms of the layer."""
+        """Activations of a token for its backward pass, without inputs and norms of the layer."""
         query, value = self.heads * self.head_dim / tp, self.heads * self.value / tp
         key = self.kv_heads * (self.head_dim + self.value) / np.minimum(tp, self.kv_heads)
         normed = query + self.kv_heads * self.head_dim / np.minimum(tp, self.kv_heads) if self.qk_norm != "none" else 0
@@ -162,7 +162,7 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Width of all heads together: what tensor parallelism cuts."""
+        """Width of all heads together, which tensor parallelism divides."""
         return self.heads * self.head_dim
 
     def tp_refusal(self, tp: int) -> str | None:

@@ -1,6 +1,6 @@
 """The `quantization_config` of a checkpoint's config.json, as a `WeightFormat`.
 
-Invariant: a configuration is understood or refused by its field. Formats are those of vLLM's loaders: `fp8` and
+Invariant: a configuration is read completely or refused by its field. Formats are those of vLLM's loaders: `fp8` and
 `fbgemm_fp8`, `compressed-tensors`, `awq`, `gptq`, `modelopt` (also where only its producer is named) and `mxfp4`.
 """
 
@@ -21,7 +21,7 @@ _Config = Mapping[str, Any]
 
 
 def stored_weights(config: object, model: ModelSpec) -> WeightFormat:
-    """The format that `config`, the value of `quantization_config`, gives `model`. Raises ValueError that opens with
+    """The format that `config`, the value of `quantization_config`, gives `model`. Raises ValueError that begins with
     the field."""
     if not isinstance(config, dict):
         raise ValueError(f"{_FIELD}: expected an object (got {shown(config)})")
@@ -185,8 +185,8 @@ def _kv_of_modelopt(config: _Config) -> str:
 
 
 def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
-    """A ModelOpt checkpoint that names the algorithm of each module. Modules that it does not name keep 16 bits, or
-    have the type of the method beside it (fp8)."""
+    """A ModelOpt checkpoint that names the algorithm of each module. Modules without a name keep 16 bits, or have the
+    type of the general method (fp8)."""
     layers = config.get("quantized_layers")
     if not isinstance(layers, dict) or not layers or not all(isinstance(it, dict) for it in layers.values()):
         raise ValueError(f"{_FIELD}.quantized_layers: expected an object of modules (got {shown(layers)})")

@@ -1,7 +1,7 @@
 """Modules of a checkpoint as quantisation tools name them, and the shares that lists of names cover.
 
-Invariant: every matrix of every layer is one module, under each name that publishers give it; one routed expert stands
-for all of its layer.
+Invariant: every matrix of every layer is one module, under each name that publishers use; one routed expert represents
+all of its layer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _mlp(
 
 
 def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
-    """Shares of each kind's parameters that the patterns name. Raises ValueError where a pattern is no expression."""
+    """Shares of each kind's parameters that match the patterns. Raises ValueError if a pattern is no valid
+    expression."""
     matches = _matcher(patterns)
     named, total = dict.fromkeys(MATRIX_KINDS, 0), dict.fromkeys(MATRIX_KINDS, 0)
     for module in modules(model):
@@ -81,9 +82,9 @@ def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
 
 
 def _matcher(patterns: list[str]) -> Callable[[str], bool]:
-    """A test whether a module is named: a pattern is its name, that of a module above it, or a part of its path
-    (`self_attn`). A pattern with `re:` is a regular expression, one with `*` a wildcard. What stands before `layers`
-    is the same for all modules and is left out."""
+    """A test whether a pattern matches a module: a pattern is its name, the name of a parent module, or a part of its
+    path (`self_attn`). A pattern with `re:` is a regular expression, one with `*` a wildcard. The prefix before
+    `layers` is the same for all modules and is left out."""
     plain: set[str] = set()
     expressions: list[re.Pattern[str]] = []
     wildcards: list[str] = []

@@ -47,7 +47,7 @@ MOST_COST = 1_000.0  # dollars for one GPU and hour: the price of a month or a y
 
 @dataclass(frozen=True, slots=True)
 class NodeClass:
-    """Identical nodes. Raises ValueError where a count or a bandwidth is one that no cluster has."""
+    """Identical nodes. Raises ValueError for an impossible count or bandwidth."""
 
     name: str
     count: int  # nodes
@@ -84,7 +84,7 @@ class NodeClass:
 
 
 class PoolTerms(Protocol):
-    """The terms on which a pool lends, which a room adds."""
+    """The terms on which a pool lends, added by a room."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -94,7 +94,7 @@ class PoolTerms(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServingPool:
-    """GPUs that serve users. Raises ValueError where the engines of the loan terms do not divide a node."""
+    """GPUs that serve users. Raises ValueError if the engines of the loan terms do not divide a node."""
 
     nodes: NodeClass
     lends: Annotated[PoolTerms, OfRoom("loan terms")] | None = None  # None: it lends nothing
@@ -113,8 +113,8 @@ class ServingPool:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All nodes that train and generate, and those that serve users. Raises ValueError when none train and generate, or
-    two classes share a name."""
+    """All nodes that train and generate, and those that serve users. Raises ValueError if no node trains and generates,
+    or two classes share a name."""
 
     nodes: tuple[NodeClass, ...]
     serving: tuple[ServingPool, ...] = ()
@@ -134,19 +134,19 @@ class Cluster:
 
     @property
     def cost_per_hour(self) -> float | None:
-        """Dollars for all nodes that train and generate; None where the cost of a class is not known."""
+        """Dollars for all nodes that train and generate; None if the cost of a class is not known."""
         costs = [node.count * node.cost_per_hour for node in self.nodes if node.cost_per_hour is not None]
         return sum(costs) if len(costs) == len(self.nodes) else None
 
     def node_class(self, name: str) -> NodeClass:
-        """The class called `name`. Raises ValueError naming the nearest one there is."""
+        """The class called `name`. Raises ValueError naming the nearest known one."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise ValueError(unknown("class of nodes", name, [node.name for node in self.nodes]))
 
     def serving_pool(self, name: str) -> ServingPool:
-        """The serving pool called `name`. Raises ValueError naming the nearest one there is."""
+        """The serving pool called `name`. Raises ValueError naming the nearest known one."""
         for pool in self.serving:
             if pool.name == name:
                 return pool
@@ -175,8 +175,8 @@ def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
 
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """The cluster with as many nodes as `gpus` GPUs fill. Raises ValueError where that is not a number of whole nodes,
-    or the cluster has several classes of nodes and the number does not say which to change."""
+    """The cluster with the number of nodes for `gpus` GPUs. Raises ValueError if these are no whole nodes, or if the
+    cluster has several classes of nodes and the number does not determine which to change."""
     if len(cluster.nodes) > 1:
         names = ", ".join(f"{node.name}={node.count}" for node in cluster.nodes)
         raise ValueError(f"gpus is {gpus}, but there are several classes of nodes; give nodes by class, as in {names}")
@@ -187,9 +187,9 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def with_gpu(cluster: Cluster, gpu: GPU) -> Cluster:
-    """The cluster with another GPU in the same nodes, whose cost is then not known. GPUs of a node are linked at the
-    pace of the new GPU where they were at that of the old one, otherwise at the slower of both paces. Raises ValueError
-    where there are several classes of nodes."""
+    """The cluster with another GPU in the same nodes, whose cost is then not known. If the nodes' links had the old
+    GPU's speed, they get the new GPU's; otherwise the slower of both. Raises ValueError if there are several classes of
+    nodes."""
     if len(cluster.nodes) > 1:
         names = ", ".join(node.name for node in cluster.nodes)
         raise ValueError(

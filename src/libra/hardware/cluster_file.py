@@ -1,6 +1,6 @@
 """The cluster file: classes of nodes, and pools that serve.
 
-Invariant: a file gives a cluster that could exist, or is refused in one line that names the key and the remedy.
+Invariant: a file describes a possible cluster, or is refused in one line that names the key and the remedy.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _node_class(path: Path, key: str, section: _NodeSection) -> NodeClass:
 
 
 def gpu_of(given: object, key: str) -> GPU:
-    """The GPU that a file names or describes at `key`. Raises ValueError that opens with the key."""
+    """The GPU that a file names or describes at `key`. Raises ValueError that begins with the key."""
     if isinstance(given, str):
         for name, gpu in GPUS.items():
             if name.casefold() == given.casefold():
@@ -137,8 +137,8 @@ def gpu_of(given: object, key: str) -> GPU:
 
 
 def described_gpu(gpu: GPU) -> str | dict[str, str]:
-    """The value that `gpu_of` reads as this GPU: its name where Libra knows it, otherwise a mapping. Raises ValueError
-    where a known name stands for other numbers."""
+    """The value that `gpu_of` reads as this GPU: its name if Libra knows it, otherwise a mapping. Raises ValueError if
+    a known name has other numbers."""
     if GPUS.get(gpu.name) == gpu:
         return gpu.name
     given = {

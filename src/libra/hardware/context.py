@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 class Reach:
     """Keys that a token sees: all before it, the last `tokens`, or those of its own chunk of `tokens` tokens.
 
-    Of a chunk, tokens that are past the first one are taken to see half on average.
+    Tokens past the first chunk are assumed to see half of their chunk on average.
     """
 
     tokens: int = 0  # 0: all
@@ -36,7 +36,7 @@ class Reach:
         return np.where(context < self.tokens, context, self._far) if self.tokens else context
 
     def pairs(self, new: Array, prefix: Array) -> Array:
-        """Sum of the keys that `new` tokens see after `prefix` tokens, each its own half included."""
+        """Sum of the keys that `new` tokens see after `prefix` tokens, each counting half of itself."""
         if not self.tokens:
             every: Array = new * (prefix + new / 2)
             return every
@@ -45,7 +45,7 @@ class Reach:
         return limited
 
     def share(self, mean: float) -> float:
-        """Keys that tokens see, over the `mean` number of tokens up to each: of sequences of 2 * `mean` tokens."""
+        """Keys that tokens see, over the `mean` number of tokens up to each, in sequences of 2 * `mean` tokens."""
         if not self.tokens or mean <= 0:
             return 1.0
         length = np.array(2.0 * mean)
@@ -57,7 +57,7 @@ ALL = Reach()
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """Memory of one sequence: what each token adds while it is within reach, and a state of one size."""
+    """Memory of one sequence: bytes of each token within reach, and a state of constant size."""
 
     numbers: float = 0.0  # of a token, in the type of KV
     plain: float = 0.0  # bytes of a token whose type the engine does not choose
@@ -65,8 +65,8 @@ class Retained:
     state: float = 0.0  # bytes, at any length
 
     def bytes(self, context: float, number: float) -> float:
-        """Bytes of a sequence of `context` tokens. A window's blocks that a running prefill still needs are not part of
-        it: `max_num_batched_tokens` more for one sequence."""
+        """Bytes of a sequence of `context` tokens. They exclude blocks of a window that a running prefill still needs:
+        `max_num_batched_tokens` more for one sequence."""
         tokens = min(context, self.reach.tokens) if self.reach.tokens else context
         return tokens * (self.numbers * number + self.plain) + self.state
 

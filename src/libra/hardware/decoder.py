@@ -30,8 +30,7 @@ def decoder(
     stored: WeightFormat | None = None,
 ) -> ModelSpec:
     """A model of `layers` layers, of which the last `sparse` (by default all) have `experts`, and the others an MLP of
-    width `intermediate`. `latent` replaces the attention of `heads`. Raises ValueError where the shape is impossible.
-    """
+    width `intermediate`. `latent` replaces the attention of `heads`. Raises ValueError if the shape is impossible."""
     attention = Attention(heads, kv_heads, head_dim, qkv_bias=qkv_bias, qk_norm="head" if qk_norm else "none")
     mixer: Mixer = latent or attention
     last = (layers if sparse is None else sparse) if experts else 0

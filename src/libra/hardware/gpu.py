@@ -1,6 +1,6 @@
 """One accelerator, by its data sheet.
 
-Invariant: its numbers are ones that an accelerator can have. Sizes are bytes, rates are bytes or FLOP per second.
+Invariant: its numbers are possible. Sizes are bytes, rates are bytes or FLOP per second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GPU_RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One accelerator, by its data sheet. Raises ValueError where a number is one that no accelerator has."""
+    """One accelerator, by its data sheet. Raises ValueError for an impossible number."""
 
     name: str
     memory: float  # bytes of device memory

@@ -1,4 +1,4 @@
-"""All that Libra knows of one kind of GPU: its data sheet, and the shares of it that were measured.
+"""Libra's record of one kind of GPU: its data sheet, and the measured shares of it.
 
 Invariant: a record has no gaps. A figure that was not measured on this GPU is stated as another GPU's share of its data
 sheet, and the record says so; a missing or impossible one is an error when the module is imported.
@@ -18,7 +18,8 @@ Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna"]
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """Rates that kernels of an engine reach. Each also takes a fixed time, which dominates decode of few sequences."""
+    """Rates that kernels of an engine reach. Each kernel also takes a fixed time, which dominates the decode of few
+    sequences."""
 
     linear_flops: float  # FLOP/s of large matrix products
     bandwidth: float  # bytes/s of weights and activations
@@ -43,17 +44,19 @@ class TrainingShares:
 
     ceiling: float  # highest model FLOP utilisation of whole steps of dense models
     attention: float  # FlashAttention, forward and backward, at the causal FLOPs
-    published: bool  # whether runs on this GPU gave the ceiling; otherwise it is the lowest of others
+    published: bool  # whether runs on this GPU gave the ceiling; otherwise it is taken from others
+    fp8: float | None = None  # as `ceiling`, of steps whose products are in FP8, of the FP8 FLOP/s; None: it has none
+    origin: str = "published training runs"  # of the ceiling
 
     def __post_init__(self) -> None:
         _require_positive(self)
-        if max(self.ceiling, self.attention) > 1:
+        if max(self.ceiling, self.attention, self.fp8 or 0.0) > 1:
             raise ValueError(f"{self} has a share above 1; a GPU reaches no more than its data sheet")
 
 
 @dataclass(frozen=True, slots=True)
 class TableSystem:
-    """A GPU that the kernel tables of aiconfigurator-core have."""
+    """A GPU in the kernel tables of aiconfigurator-core."""
 
     name: str  # as the tables call it
     vllm: str  # version that was measured
@@ -77,6 +80,10 @@ class GPURecord:
             raise ValueError(f"bus of {self.gpu.name} is {self.bus}; it is a share of the link")
         if any(times < 1 for times in self.faster.values()) or "bf16" in self.faster:
             raise ValueError(f"faster of {self.gpu.name} is {self.faster}; types are at least as fast as bf16")
+        if ("fp8" in self.faster) != (self.training.fp8 is not None):
+            raise ValueError(
+                f"training.fp8 of {self.gpu.name} is {self.training.fp8}; GPUs that multiply in FP8 have it"
+            )
         if self.kernels.linear_flops > self.gpu.flops or self.kernels.bandwidth > self.gpu.bandwidth:
             raise ValueError(f"kernels of {self.gpu.name} are faster than its data sheet")
 

@@ -1,9 +1,9 @@
-"""The GPUs that are known by name, a record each, and those that a file describes.
+"""The GPUs known by name, a record each, and GPUs that a file describes.
 
 Invariant: each number carries its source. To add a GPU, add its record here; nothing else names GPUs. Speeds are
-without sparsity, with which data sheets double them. Memory is what the driver reports, a data sheet's gigabytes less
-what error correction and the driver take; `visible` is what PyTorch reports of it in public logs of vLLM, that of H200
-an estimate by messages of PyTorch.
+without sparsity, with which data sheets double them. Memory is the driver's figure, a data sheet's gigabytes minus the
+memory of error correction and the driver; `visible` is PyTorch's figure in public logs of vLLM, for H200 an estimate
+from messages of PyTorch.
 
 The measured kernel rates are fits of the model in `libra.cost.sources.layer_kernels` to the kernel times of vLLM that
 aiconfigurator-core 0.12 ships (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of
@@ -174,17 +174,42 @@ _MI355X = GPU(
 _BUS_A100, _BUS_A800, _BUS_H100 = 0.62, 0.74, 0.82
 _BUS_OTHERS = _BUS_A100
 
-# Highest model FLOPs utilisation published for bf16 training of dense models of 1-70 B parameters, whole steps:
-# A100-80G 64.2 % (7B, 2K tokens; 59.6 % 13B, 55.3 % 30B), MosaicML LLM Foundry, scripts/train/benchmarking; H100
-# 46.4 % there (7B), 47-48 % in Megatron-LM's README (largest of 2-462B). Single GEMMs reach 70 % on both. A GPU without
-# such runs has the lower of the two. FlashAttention-2, causal, head dimension 128, forward and backward: about 170
-# TFLOP/s on A100 (Dao 2023, arXiv 2307.08691, fig. 4), 335 on H100 (fig. 7), which a GPU without a figure gets. Hopper
-# has FlashAttention-3, measured on an H100 with 570 to 610 TFLOP/s. LLM Foundry's runs of 32K tokens and more, with
-# FlashAttention-1, are slower than these give.
+# Model FLOPs utilisation published for bf16 training of dense models of 1-405 B parameters, whole steps: A100-80G 64.2
+# % (7B, 2K tokens; 59.6 % 13B, 55.3 % 30B), MosaicML LLM Foundry, scripts/train/benchmarking; H100 46.4 % there (7B),
+# 47-48 % in Megatron-LM's README (largest of 2-462B; NVIDIA's dgxc-benchmarking has 51 to 58 % for some models, which
+# is not used); GB200 46 % (Llama-3.1-405B, 128 GPUs, 9.347 s a step, dgxc-benchmarking, llama3.1/README.md). Single
+# GEMMs reach 70 %. Another GPU has the lower of A100's and H100's.
+#
+# The same in FP8 with a scale for each tensor, the highest published: H100 888 TFLOP/s (GPT-3 175B, performance page of
+# NeMo 24.12), B200 1,676, GB200 2,144, GB300 2,646 (Llama-3.1-405B, Megatron Bridge,
+# docs/performance-summary-archive.md, 25.09 to 26.06). Another GPU has B200's share, the lowest. GB300 has no such run
+# in bf16: in FP8 it trains 405B 1.23 times as fast as GB200 (1.19 to 1.25 in six releases; it may draw 1,400 W instead
+# of 1,200), and it is taken to do so in bf16.
+#
+# FlashAttention-2, causal, head dimension 128, forward and backward: about 170 TFLOP/s on A100 (Dao 2023, arXiv
+# 2307.08691, fig. 4), 335 on H100 (fig. 7), which a GPU without a figure gets. Hopper has FlashAttention-3, measured on
+# an H100 with 570 to 610 TFLOP/s. LLM Foundry's runs of 32K tokens and more, with FlashAttention-1, are slower than
+# these give.
+_LEAST_FP8 = 1676 / 4500
 _AMPERE_TRAINING = TrainingShares(ceiling=0.64, attention=170 / 312, published=True)
-_HOPPER_TRAINING = TrainingShares(ceiling=0.47, attention=0.60, published=True)
-_OTHER_TRAINING = TrainingShares(ceiling=0.47, attention=335 / 989, published=False)
-_OTHER_HOPPER_TRAINING = replace(_HOPPER_TRAINING, published=False)
+_HOPPER_TRAINING = TrainingShares(ceiling=0.47, attention=0.60, published=True, fp8=888 / 1979)
+_OTHER_TRAINING = TrainingShares(
+    ceiling=0.47,
+    attention=335 / 989,
+    published=False,
+    fp8=_LEAST_FP8,
+    origin="no published run known, the lowest shares of others",
+)
+_GB200_TRAINING = TrainingShares(ceiling=0.46, attention=335 / 989, published=True, fp8=2144 / 5000)
+_GB300_TRAINING = replace(
+    _OTHER_TRAINING,
+    ceiling=1.23 * _GB200_TRAINING.ceiling,
+    fp8=2646 / 5000,
+    origin="published training runs in FP8, in bf16 above GB200 by as much as in FP8",
+)
+_OTHER_HOPPER_TRAINING = replace(
+    _HOPPER_TRAINING, published=False, fp8=_LEAST_FP8, origin="no published run known, the lowest shares of others"
+)
 
 _TABLES = "fitted to the vLLM kernel times of aiconfigurator-core 0.12"
 _A100_KERNELS = KernelRates(
@@ -237,7 +262,7 @@ _L40S_KERNELS = replace(
 
 
 def _unmeasured(gpu: GPU) -> KernelRates:
-    """Rates by the shares of the data sheet that H100 and H200 reach on average, with the fixed times of H100."""
+    """Rates by the average shares of the data sheet that H100 and H200 reach, with the fixed times of H100."""
     return replace(
         _H100_KERNELS,
         linear_flops=0.78 * gpu.flops,
@@ -257,10 +282,15 @@ _B300_TYPES: Mapping[Product, float] = {"fp8": 2.0, "fp4": 6.0}
 
 
 def _roofline(
-    gpu: GPU, architecture: Architecture, faster: Mapping[Product, float], tables: TableSystem | None = None
+    gpu: GPU,
+    architecture: Architecture,
+    faster: Mapping[Product, float],
+    tables: TableSystem | None = None,
+    training: TrainingShares | None = None,
 ) -> GPURecord:
-    """Record of a GPU without any measurement, except for tables where there are some."""
-    training = _OTHER_HOPPER_TRAINING if architecture == "hopper" else _OTHER_TRAINING
+    """Record of a GPU without measured kernels, except for tables where there are some."""
+    training = training or (_OTHER_HOPPER_TRAINING if architecture == "hopper" else _OTHER_TRAINING)
+    training = training if "fp8" in faster else replace(training, fp8=None)
     return GPURecord(gpu, architecture, faster, _unmeasured(gpu), _BUS_OTHERS, training, tables)
 
 
@@ -285,8 +315,8 @@ RECORDS: Mapping[str, GPURecord] = {
         _roofline(_H20, "hopper", _EIGHT),
         _roofline(_H20_3E, "hopper", _EIGHT),
         _roofline(_B300, "blackwell", _B300_TYPES),
-        _roofline(_GB200, "blackwell", _BLACKWELL),
-        _roofline(_GB300, "blackwell", _B300_TYPES),
+        _roofline(_GB200, "blackwell", _BLACKWELL, training=_GB200_TRAINING),
+        _roofline(_GB300, "blackwell", _B300_TYPES, training=_GB300_TRAINING),
         _roofline(_RTX_3090, "ampere", {"int8": 4.0}),
         _roofline(_RTX_4090, "ada", {"fp8": 2.0, "int8": 4.0}),
         _roofline(_RTX_PRO_6000, "blackwell", _BLACKWELL),
@@ -298,7 +328,7 @@ GPUS: Mapping[str, GPU] = {name: record.gpu for name, record in RECORDS.items()}
 
 
 def record_of(gpu: GPU) -> GPURecord:
-    """The record of a GPU; one that a file describes has shares of H100 and H200, and multiplies in bf16 alone."""
+    """The record of a GPU; one that a file describes has shares of H100 and H200, and multiplies only in bf16."""
     known = RECORDS.get(gpu.name)
     return _roofline(gpu, "ada", {}) if known is None else known
 
@@ -310,7 +340,7 @@ _MEMORY = re.compile(r"(\d+)\s*gi?b\b")
 
 
 def nearest_gpu(given: str) -> str | None:
-    """The known GPU that is written differently in `given`; never one with another memory, link or chip.
+    """The known GPU of which `given` is another spelling; never one with another memory, link or chip.
 
     >>> [nearest_gpu(name) for name in ("NVIDIA H100 SXM5 80GB", "h-200", "H100 PCIe", "A30", "H200 80GB")]
     ['H100', 'H200', None, None, None]

@@ -1,6 +1,5 @@
-"""KV cache groups: layers of a model that share a block table, as vLLM's `KVCacheGroupSpec` has them.
-
-Invariant: all groups of an engine take their blocks out of one pool, so a block has the same bytes in each of them.
+"""KV cache groups: layers of a model that share a block table, as in vLLM's `KVCacheGroupSpec`. ¶ Invariant: all groups
+of an engine take their blocks from one pool, so a block has the same bytes in each of them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ KVGroupKind = Literal["full", "window", "chunk", "state"]
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that read the whole context (`full`), its last `tokens` tokens (`window`), the part of it in the current
-    chunk of `tokens` tokens (`chunk`), or a state that stands for all of it (`state`).
-
-    A block holds `block_size` tokens of every layer of a group. That of a state group holds one state; with prefix
-    caching, the state after its last token.
-    """
+    chunk of `tokens` tokens (`chunk`), or a state that represents all of it (`state`). A block holds `block_size`
+    tokens of every layer of a group. A block of a state group holds one state; with prefix caching, the state after its
+    last token."""
 
     kind: KVGroupKind = "full"
     block_size: int = 16  # tokens

@@ -1,7 +1,7 @@
-"""KV cache groups formed out of a model's layers, as vLLM's `get_kv_cache_groups` and `get_kv_cache_configs` form them.
+"""KV cache groups of a model's layers, formed as by vLLM's `get_kv_cache_groups` and `get_kv_cache_configs`.
 
-Invariant: a block has room for one page of each layer of the largest group, and all pages have the same bytes. Pages
-that are smaller hold more tokens, or are padded.
+Invariant: a block has room for one page of each layer of the largest group, and all pages have the same bytes. Smaller
+pages hold more tokens, or are padded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PADDED = 1.5  # vLLM's: kinds whose numbers of layers differ by less are padded
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """Memory that one layer keeps of a context, on one GPU."""
+    """Memory of one layer for a context, on one GPU."""
 
     kind: KVGroupKind
     token_bytes: int = 0  # of a token's KV
@@ -45,7 +45,7 @@ class GroupedLayers:
 
 
 def group_layers(layers: Sequence[KVLayer], block_size: int) -> GroupedLayers:
-    """Groups of a model whose attention layers have blocks of `block_size` tokens, or of more so that a page holds a
+    """Groups of a model whose attention layers have blocks of `block_size` tokens, or larger ones whose page holds a
     state.
 
     Raises ValueError for a model without layers, and for pages that cannot be made equal.
@@ -73,7 +73,7 @@ def group_layers(layers: Sequence[KVLayer], block_size: int) -> GroupedLayers:
 
 
 def _aligned(layers: Sequence[KVLayer], block_size: int) -> int:
-    """Tokens of an attention layer's block whose page is no smaller than a state."""
+    """Tokens of an attention layer's block whose page is at least as large as a state."""
     state = max((it.state_bytes for it in layers), default=0)
     token = next((it.token_bytes for it in layers if it.kind != "state"), 0)
     if not state or not token:
@@ -82,7 +82,7 @@ def _aligned(layers: Sequence[KVLayer], block_size: int) -> int:
 
 
 def _group(layer: KVLayer, block_size: int, page: int) -> KVGroup:
-    """The group of a layer whose pages are brought to `page` bytes."""
+    """The group of a layer, with pages enlarged to `page` bytes."""
     own = layer.page(block_size)
     if layer.kind != "state" and page % own == 0:
         block_size *= page // own

@@ -1,6 +1,6 @@
 """Attention over one compressed vector a token, which serves all heads: latent attention, and DeepSeek-V4's.
 
-Invariant: as of `attention`.
+Invariant: as in `attention`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LatentAttention:
         return self.indexer.topk if self.indexer else self.topk
 
     def reads(self, tp: int = 1) -> tuple[Read, ...]:
-        """Absorbed in decoding (DeepSeek-V2, section 2.1); also in a prefill where an indexer chooses keys."""
+        """Absorbed in decoding (DeepSeek-V2, section 2.1), and in a prefill if an indexer chooses keys."""
         numbers = self.kv_rank + self.rope_dim
         absorbed = 2 * self.heads / tp * (2 * self.kv_rank + self.rope_dim)
         if self._chosen:
@@ -91,7 +91,7 @@ class LatentAttention:
         return ((hidden, self.q_rank + compressed), (self.q_rank, queries + indexed), out)
 
     def decompressed(self, tp: int) -> tuple[float, float] | None:
-        """The product that makes keys and values of a compressed vector."""
+        """The product that computes keys and values from a compressed vector."""
         return (self.kv_rank, self.heads / tp * (self.nope_dim + self.value_dim))
 
     @property
@@ -171,8 +171,8 @@ class CompressedAttention:
         return found
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """The window and the compressed vectors. What a compressor keeps of tokens that are not compressed yet, at most
-        twice its ratio, is left out."""
+        """The window and the compressed vectors. The compressor's buffer of uncompressed tokens, at most twice its
+        ratio, is left out."""
         found = [Retained(self.head_dim, reach=Reach(self.window))]
         if self.ratio:
             found.append(Retained(self.head_dim / self.ratio))

@@ -83,21 +83,19 @@ class LayerKind:
 
     @property
     def parts(self) -> int:
-        """Mixer and MLP: each ends in an all-reduce where layers are divided."""
+        """Mixer and MLP: each ends in an all-reduce if layers are divided."""
         return (self.mixer is not None) + (self.mlp is not None)
 
     def mixer_parameters(self, hidden: int, tp: int = 1) -> float:
-        """Parameters of the mixer on one of `tp` devices: heads are divided, what all heads share is repeated.
-
-        KV heads are repeated where there are fewer than devices (Megatron-LM and vLLM); with latent attention the
-        down-projections are.
-        """
+        """Parameters of the mixer on one of `tp` devices: heads are divided, and parameters shared by all heads are
+        repeated. KV heads are repeated if there are fewer than devices (Megatron-LM and vLLM), and so are the
+        down-projections of latent attention."""
         if self.mixer is None:
             return 0.0
         return parameters(self.mixer.matrices(hidden), tp) + self.mixer.vectors(hidden, tp)
 
     def parameters(self, hidden: int, tp: int = 1, ep: int = 1) -> LayerParameters:
-        """Parameters on one device where `tp` devices divide the layer, and `ep` of its replicas the experts."""
+        """Parameters on one device if `tp` devices divide the layer, and `ep` of its replicas the experts."""
         plain = float(self.norms * hidden + self.other)
         mixer, experts = self.mixer_parameters(hidden, tp), self.experts
         if experts is None:
@@ -114,10 +112,10 @@ class LayerKind:
         return () if self.mixer is None else self.mixer.kept(tp)
 
     def kv_bytes(self, context: float, number: float, tp: int = 1) -> float:
-        """Bytes that a sequence of `context` tokens has on one of `tp` devices, with `number` bytes of KV each."""
+        """Bytes of a sequence of `context` tokens on one of `tp` devices, with `number` bytes for each number of KV."""
         return sum(part.bytes(context, number) for part in self.kept(tp))
 
     def key_flops(self, mean: float) -> float:
-        """FLOPs of a forward pass for each key, where each token has `mean` keys on average, seen or not."""
+        """FLOPs of a forward pass for each key, if each token has `mean` keys on average, seen or not."""
         reads = () if self.mixer is None else self.mixer.reads()
         return sum(it.pair_flops * (1.0 if it.reach == ALL else it.reach.share(mean)) for it in reads)

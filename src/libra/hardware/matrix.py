@@ -33,7 +33,7 @@ def parameters(matrices: Iterable[Matrix], tp: int = 1) -> float:
 
 
 def heads_refusal(tp: int, heads: int, kv_heads: int) -> str | None:
-    """Why `tp` devices cannot divide these heads; None where they can."""
+    """Reason why `tp` devices cannot divide these heads; None if they can."""
     if heads % tp:
         return f"tp is {tp}; it must divide the {heads} heads"
     if kv_heads % tp and tp % kv_heads:

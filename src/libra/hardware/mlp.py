@@ -14,7 +14,7 @@ from libra.hardware.checks import require_at_least
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Two matrices, or three where the product is gated."""
+    """Two matrices, or three if the product is gated."""
 
     intermediate: int
     gated: bool = True
@@ -72,7 +72,7 @@ class Experts:
         return _inner(self.gated) + 1
 
     def width(self, hidden: int) -> int:
-        """Width of the tokens that routed experts get."""
+        """Width of the input of routed experts."""
         return self.latent or hidden
 
     def of_one(self, hidden: int) -> int:

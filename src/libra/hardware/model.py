@@ -1,7 +1,7 @@
 """Shape of a language model, and its parameters, FLOPs and KV bytes, by arithmetic on its layers.
 
 Invariant: a `ModelSpec` is complete and possible, and its parameter counts are exact: those of the checkpoint.
-`model_file` reads shapes; `decoder` makes those whose layers all have the same attention.
+`model_file` reads shapes; `decoder` makes shapes with the same attention in all layers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from libra.hardware.stored_weights import WeightFormat
 class ModelSpec:
     """A decoder-only language model: kinds of layers, and the kind of each layer in order.
 
-    Raises ValueError where a shape is impossible. Not part of it: layers that predict further tokens (DeepSeek-V3's MTP
-    module), which policy-gradient training does not run, and its bias on expert scores, which no gradient trains.
+    Raises ValueError for an impossible shape. It excludes layers that predict further tokens (DeepSeek-V3's MTP
+    module), which policy-gradient training does not run, and the bias on expert scores, which no gradient trains.
     """
 
     name: str
@@ -62,8 +62,8 @@ class ModelSpec:
         return sum(count for kind, count in self.counted if chosen(kind))
 
     def stage(self, pp: int, weight: Callable[[LayerKind], float] | None = None) -> tuple[tuple[LayerKind, int], ...]:
-        """Kinds and numbers of the ceil(layers / pp) consecutive layers that weigh most: by default, that have most
-        parameters. All pipeline stages are taken to be as deep."""
+        """Kinds and numbers of the heaviest ceil(layers / pp) consecutive layers, by default by parameters. All
+        pipeline stages are assumed to have this depth."""
         deep = -(-self.layers // pp)
         if len(self.kinds) == 1:
             return ((self.kinds[0], deep),)
@@ -75,7 +75,7 @@ class ModelSpec:
 
     @property
     def experts(self) -> Experts | None:
-        """The experts of all layers that have some; None: every MLP is dense."""
+        """The experts of all layers with experts; None: every MLP is dense."""
         return next((kind.experts for kind in self.kinds if kind.experts), None)
 
     @property
@@ -90,7 +90,7 @@ class ModelSpec:
 
     @property
     def intermediate(self) -> int:
-        """Width of the widest MLP that every token takes; 0 where there is none."""
+        """Width of the widest MLP that every token takes; 0 if there is none."""
         return max((kind.dense.intermediate for kind in self.kinds if kind.dense), default=0)
 
     @property
@@ -100,8 +100,8 @@ class ModelSpec:
 
     @property
     def plain_attention(self) -> Attention | None:
-        """The attention of all layers, where it is the same in all, sees every key and has no part but projections,
-        biases of queries, keys and values, and norms of a head's width; None otherwise."""
+        """The attention of all layers, if it is the same in all, sees every key, and has only projections, biases of
+        queries, keys and values, and norms of a head's width; None otherwise."""
         mixers = {kind.mixer for kind in self.kinds}
         first = next(iter(mixers))
         if len(mixers) > 1 or not isinstance(first, Attention):
@@ -144,7 +144,7 @@ class ModelSpec:
         return self.trained_parameters - self.sparse_layers * idle * self.expert_parameters
 
     def tp_refusal(self, tp: int) -> str | None:
-        """Why the model cannot be divided over `tp` devices; None where it can."""
+        """Reason why the model cannot be divided over `tp` devices; None if it can."""
         if tp < 1:
             return f"tp is {tp}; it is 1 or more"
         return next((why for kind in self.kinds if kind.mixer and (why := kind.mixer.tp_refusal(tp))), None)
@@ -153,8 +153,8 @@ class ModelSpec:
         """Parameters on one device of the heaviest pipeline stage.
 
         `tp` devices divide every layer's heads and MLPs, embeddings and towers; `ep` of the data-parallel replicas also
-        divide the routed experts. Of several stages, one has one of the two embeddings: the first stage has one, the
-        last the other. Raises ValueError where the degrees do not divide the model.
+        divide the routed experts. With several stages, the first has one of the two embeddings, the last the other.
+        Raises ValueError if the degrees do not divide the model.
         """
         refusal = self.tp_refusal(tp)
         if refusal:
@@ -173,12 +173,9 @@ class ModelSpec:
     # A sequence
 
     def kv_bytes(self, context: float, number: float, tp: int = 1, pp: int = 1) -> float:
-        """Bytes that a sequence of `context` tokens has in the memory of one of `tp` devices: all layers of the
-        pipeline stage that has most. `number` is the bytes of a number of KV.
-
-        Full attention grows with each token, windows stop at their width, states have one size, and an indexer adds its
-        keys.
-        """
+        """Bytes of a sequence of `context` tokens in the memory of one of `tp` devices, for the layers of the fullest
+        pipeline stage. `number` is the bytes of a number of KV. Full attention grows with each token, windows stop at
+        their width, states have a constant size, and an indexer adds its keys."""
 
         def weight(kind: LayerKind) -> float:
             return kind.kv_bytes(context, number, tp)
@@ -191,8 +188,8 @@ class ModelSpec:
         return all(part.grows for kind in self.kinds for part in kind.kept())
 
     def kv_bytes_per_token(self, number: float, tp: int = 1, pp: int = 1, context: float | None = None) -> float:
-        """`kv_bytes` for each token of a sequence of `context` tokens, by default of the longest that the model knows.
-        The same at any length where the model is `even`."""
+        """`kv_bytes` for each token of a sequence of `context` tokens, by default the model's longest. It is the same
+        at any length if the model is `even`."""
         if self.even:
             return self.kv_bytes(1, number, tp, pp)
         length = max(1.0, self.max_context if context is None else context)
@@ -213,12 +210,12 @@ class ModelSpec:
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of a forward pass for each token, besides its parameters: those of states."""
+        """FLOPs of a forward pass for each token in addition to those of its parameters: the FLOPs of states."""
         return sum(count * kind.mixer.token_flops for kind, count in self.counted if kind.mixer)
 
     def key_flops(self, mean: float = 0.0) -> float:
-        """FLOPs of a forward pass for each key of a token that has `mean` on average, also of keys beyond reach; 0: all
-        are within reach."""
+        """FLOPs of a forward pass for each key of a token that has `mean` keys on average, including keys beyond reach;
+        0: all are within reach."""
         return sum(count * kind.key_flops(mean) for kind, count in self.counted)
 
 

@@ -1,9 +1,9 @@
 """Shapes of models by name, or from a Hugging Face config.json.
 
-Invariant: a configuration is understood or refused. A needed field that is missing, a family that is not known and a
-part without a price are each refused by the name of the field. Defaults are those of the family's class
-(`libra.hardware.families.known`). A field that was not read and that may change the shape is named in a note.
-`quantization_config` says how the weights are stored (`libra.hardware.checkpoint_file`).
+Invariant: a configuration is read completely or refused. A missing field, an unknown family and an unsupported part are
+refused by the name of the field. Defaults are those of the family's class (`libra.hardware.families.known`). A note
+names unread fields that may change the shape. `quantization_config` describes the stored weights
+(`libra.hardware.checkpoint_file`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _short(name: str) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """Version and sizes in a name: a model that differs in one is another model, not another spelling."""
+    """Version and sizes in a name. A difference in one means another model, not another spelling."""
     return re.findall(r"\d+(?:\.\d+)?", name)
 
 
@@ -110,7 +110,7 @@ def _parse(text: str, path: Path, name: str, note: Note) -> ModelSpec:
 
 
 def _unread(top: Fields) -> Iterator[str]:
-    """Notes on fields that may change the shape: those that were not read, and those that the family's class filled."""
+    """Notes on fields that may change the shape: unread ones, and those with a value of the family's class."""
     unread, assumed = list(top.unread()), [f"{field} {value}" for field, value in top.assumed()]
     if unread:
         yield f"not read: {', '.join(unread)}; check the parameters if one of them changes the shape"
@@ -119,8 +119,8 @@ def _unread(top: Fields) -> Iterator[str]:
 
 
 def _quantization(data: dict[str, object]) -> object:
-    """The value of `quantization_config`, of the file or of the configuration that it wraps; DeepSeek-V4 says beside it
-    that experts have another type."""
+    """The value of `quantization_config`, of the file or of the configuration that it wraps. DeepSeek-V4 has a separate
+    field for the type of its experts."""
     inside = (data.get(field) for field in _WRAPPERS)
     every = (data, *(it for it in inside if isinstance(it, dict)))
     found = next((it["quantization_config"] for it in every if it.get("quantization_config") is not None), None)
@@ -129,8 +129,8 @@ def _quantization(data: dict[str, object]) -> object:
 
 
 def _beside(path: Path) -> object:
-    """The quantisation that ModelOpt writes into `hf_quant_config.json` beside an older config.json, or beside one
-    with a prefix. None: no file."""
+    """ModelOpt's quantisation in `hf_quant_config.json`, next to an older config.json or to one with a prefix. None: no
+    file."""
     file = path.with_name(f"{path.name.removesuffix('config.json')}hf_quant_config.json")
     if not path.name.endswith("config.json") or not file.is_file():
         return None
@@ -175,7 +175,7 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
 
 
 def _family(top: Fields, fields: Fields, kind: object, inner: object, note: Note) -> Family:
-    """The family of a configuration `fields`, which names itself `inner` where it is wrapped."""
+    """The family of a configuration `fields`, called `inner` if it is wrapped."""
     architectures = fields.names("architectures")
     named = inner if inner is not None else WRAPPED.get(kind, kind) if isinstance(kind, str) else kind
     if named is None and not architectures:

@@ -1,4 +1,4 @@
-"""Memory that the layers of a model keep of a context, for KV cache groups."""
+"""Memory of the layers of a model for a context, for KV cache groups."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ def kv_layers(model: ModelSpec, number: float, tp: int = 1) -> list[KVLayer]:
 
 
 def whole_layers(layers: list[KVLayer]) -> list[KVLayer]:
-    """The same layers where every one keeps the whole context, as with vLLM's `disable_hybrid_kv_cache_manager`.
-
-    Raises ValueError for a state, which stands for any context.
-    """
+    """The same layers, each keeping the whole context, as with vLLM's `disable_hybrid_kv_cache_manager`. Raises
+    ValueError for a state, which stands for any context."""
     if any(it.kind == "state" for it in layers):
         raise ValueError("disable_hybrid_kv_cache_manager is true, and layers have states: set it to false")
     return [KVLayer("full", it.token_bytes, heads=it.heads, latent=it.latent) for it in layers]

@@ -1,4 +1,4 @@
-"""Clusters to choose from, as `h100:8..64,b200:8..32` names them.
+"""Clusters to choose from, named as in `h100:8..64,b200:8..32`.
 
 Invariant: an offer is a cluster of whole nodes of one class. The class is one of the cluster file, or nodes of a known
 GPU as clouds rent them.
@@ -26,13 +26,13 @@ _OFFER = re.compile(r"\s*([^:]+?)\s*:\s*(\d+)(?:\.\.(\d+))?\s*")
 
 
 def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) -> tuple[tuple[Cluster, ...], list[str]]:
-    """The clusters of `text`, and notes on what was assumed of them.
+    """The clusters of `text`, and notes on assumptions about them.
 
     `text` lists NAME:GPUS or NAME:FIRST..LAST, where NAME is a class of nodes of `file`, or a known GPU. `costs` are
     dollars for an hour of one GPU, by name; they replace those of the file. Raises ValueError.
     """
     clusters: list[Cluster] = []
-    notes: list[str] = []
+    notes = [f"{pool.name} serves: no offer has it, nor what it lends" for pool in file.serving] if file else []
     of_gpu = {name.casefold(): cost for name, cost in costs.items()}
     for part in text.split(","):
         match = _OFFER.fullmatch(part)
@@ -71,7 +71,7 @@ def _class_of(file: Cluster | None, name: str) -> NodeClass | None:
 
 
 def _rented(name: str, first: int, last: int) -> NodeClass:
-    """Nodes of a known GPU; fewer GPUs than a node has are one smaller node."""
+    """Nodes of a known GPU; fewer GPUs than a full node are one smaller node."""
     gpu = gpu_of(name, "offer")
     gpus = first if first == last < _NODE else _NODE
     return NodeClass(name, 1, gpus, gpu, gpu.link, gpus * _network(gpu))

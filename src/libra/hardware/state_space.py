@@ -1,6 +1,6 @@
 """State-space mixers: Mamba and Mamba-2.
 
-Invariant: as of `states`.
+Invariant: as in `states`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from libra.hardware.states import INPUT_BYTES, StateMixer
 
 @dataclass(frozen=True, slots=True)
 class Mamba(StateMixer):
-    """State-space layer of Mamba (arXiv 2312.00752) as Jamba has it: `state` numbers for each channel."""
+    """State-space layer of Mamba (arXiv 2312.00752) as in Jamba: `state` numbers for each channel."""
 
     width: int  # channels
     state: int
@@ -103,7 +103,7 @@ class Mamba2(StateMixer):
         return (convolution + 3 * self.heads + norm) / tp + (hidden if self.bias else 0)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """Groups that do not divide over the devices are repeated, so that each head has its own."""
+        """Groups that do not divide over the devices are repeated, so each head has its own."""
         groups = self.groups if self.groups % tp == 0 else tp
         inputs = (self.kernel - 1) * (self.width + 2 * groups * self.state) * INPUT_BYTES
         return (Retained(state=(inputs + self.width * self.state * self.state_bytes) / tp),)

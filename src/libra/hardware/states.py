@@ -1,6 +1,6 @@
 """Mixers that keep a state of one size for each sequence: delta networks, lightning attention, short convolutions.
 
-Invariant: as of `attention`. States are those of vLLM's `MambaStateShapeCalculator`: the last inputs of a convolution
+Invariant: as in `attention`. States are those of vLLM's `MambaStateShapeCalculator`: the last inputs of a convolution
 in 16 bits, and matrices in a type of their own. FLOPs are those of the recurrence; chunked kernels take a few more.
 """
 
@@ -19,7 +19,7 @@ INPUT_BYTES = 2  # of an input that a convolution keeps
 
 @dataclass(frozen=True, slots=True)
 class StateMixer:
-    """Parts that are the same for all states."""
+    """Parts common to all states."""
 
     @property
     def token_flops(self) -> float:
@@ -32,7 +32,7 @@ class StateMixer:
         return None
 
     def ring(self, tp: Array) -> Array:
-        """A rank sends its state once; for each token that is next to nothing."""
+        """A rank sends its state once, which is negligible for each token."""
         nothing: Array = 0.0 * tp
         return nothing
 

@@ -1,7 +1,6 @@
-"""Storage of the matrices of a model's layers: the type of their numbers, and the matrices that keep 16 bits.
-
+"""Storage of the matrices of a model's layers: the type of their numbers, and the matrices that keep 16 bits. ¶
 Invariant: a format covers every matrix of every layer; embeddings, the output head, norms and routers have 16 bits in
-all of them. Scales of whole matrices, channels or square blocks are too few to count; those of groups count.
+every format. Scales of groups count; scales of whole matrices, channels or square blocks are too few to count.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class KeptShares:
 
     @property
     def only_experts(self) -> bool:
-        """Whether nothing but routed experts is stored in fewer bits."""
+        """Whether only routed experts are stored in fewer bits."""
         return self.attention == self.dense == self.shared == 1
 
     def of(self, kind: MatrixKind) -> float:
@@ -50,7 +49,7 @@ class KeptShares:
 
 @dataclass(frozen=True, slots=True)
 class KindFormat:
-    """Numbers of one kind of matrix, where they differ from those of the others."""
+    """Numbers of one kind of matrix, if they differ from those of the others."""
 
     kind: MatrixKind
     number: NumberFormat
@@ -59,7 +58,7 @@ class KindFormat:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """One way to store weights. `name` is vLLM's where it has one."""
+    """One way to store weights. `name` is vLLM's if it has one."""
 
     name: str
     number: NumberFormat

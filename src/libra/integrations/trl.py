@@ -1,9 +1,9 @@
 """TRL's AsyncGRPO on engines behind `libra route`: its rollouts name trajectories, tools and rewards, and its weights
 reach every engine.
 
-Invariant: a rollout that is scored is a finished trajectory of the gateway, with its own reward; one that is never
-trained on is forgotten there. TRL has no public place for this, so private methods of its rollout loop are extended,
-and its version is checked.
+Invariant: a scored rollout is a finished trajectory of the gateway, with its own reward; one that is never trained on
+is forgotten there. TRL has no public place for this, so private methods of its rollout loop are extended, and its
+version is checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if not Version(_FIRST) <= Version(trl.__version__) < Version(_BEYOND):
 
 
 class LibraRolloutLoop(_AsyncRolloutLoop):
-    """TRL's rollout loop, each of whose turns has the field `libra`."""
+    """TRL's rollout loop, with the field `libra` in each turn."""
 
     def __init__(self, **keys: Any) -> None:
         super().__init__(**keys)
@@ -75,7 +75,7 @@ class LibraRolloutLoop(_AsyncRolloutLoop):
         return samples
 
     async def _tell(self, path: str, body: dict[str, Any]) -> None:
-        """Tell the gateway of an end. Training goes on where it does not answer."""
+        """Tell the gateway of an end. Training continues if it does not answer."""
         try:
             await super()._post(path, body, _FINISH_SECONDS)
         except (aiohttp.ClientError, OSError) as error:
@@ -102,8 +102,8 @@ class LibraRolloutWorker(AsyncRolloutWorker):
 class FleetWeights:
     """`weight_transfer` of AsyncGRPOTrainer: each version is a file that all engines in service load in place.
 
-    `directory` is on a disk that trainer and engines share. An engine that comes later has the next version; until
-    then it has the weights that it was started with. Engines need VLLM_SERVER_DEV_MODE=1.
+    `directory` is on a disk that trainer and engines share. An engine that joins later gets the next version; until
+    then it has its initial weights. Engines need VLLM_SERVER_DEV_MODE=1.
     """
 
     def __init__(self, gateway: str, directory: Path | str, timeout: float = 1800.0) -> None:
@@ -119,7 +119,7 @@ class FleetWeights:
         self._client.pause(self._timeout)
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises RuntimeError with an engine's answer where one does not load the weights."""
+        """Raises RuntimeError with an engine's answer if one does not load the weights."""
         part = self._directory / "model.part"
         save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in iterator}, part)
         part.replace(self._directory / "model.safetensors")  # an engine may still map the last version
@@ -130,7 +130,7 @@ class FleetWeights:
         self._client.resume(self._timeout)
 
     def destroy(self) -> None:
-        """Nothing is held: the last version stays on disk."""
+        """Nothing to release: the last version stays on disk."""
 
     def _order(self, path: str, body: dict[str, Any]) -> None:
         answer = requests.post(f"{self._client.server_url}{path}", json=body, timeout=self._timeout)

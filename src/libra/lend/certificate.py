@@ -1,4 +1,4 @@
-"""Certificates: what a lender was proven to spare, the only thing that a planner may count on.
+"""Certificates: the proven loan of a lender, the only figure that a planner may count on.
 
 Invariant: a certificate holds for one model on one kind of device under one SLO, and for loads inside its envelope.
 """
@@ -72,20 +72,20 @@ class Certificate:
 
     @property
     def covered(self) -> float:
-        """Requests/s up to which the certificate applies: the certified load, or the busiest minute of the replay where
-        that was less, as with a shorter trace."""
+        """Requests/s up to which the certificate applies: the certified load, or the busiest minute of the replay if
+        that is less, as with a shorter trace."""
         return min(self.rate, self.envelope.rate)
 
     def share_at(self, rate: float) -> float:
-        """Share of the device that is lent at `rate`: between two certified rates the share of the higher one, since
-        load reduces harvest; 0 above `covered`."""
+        """Share of the device that is lent at `rate`; 0 above `covered`. Between two certified rates it is that of the
+        higher one, since load reduces harvest."""
         if rate > self.covered:
             return 0.0
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
 
     def mismatch(self, model: str, hardware: str, slo: Slo, parameters: int | None = None) -> str | None:
-        """Reason why the certificate does not apply to a lender; None where it does. An SLO as lax or laxer is covered.
-        `parameters` is the model's number of parameters; None: unknown."""
+        """Reason why the certificate does not apply to a lender; None if it does. It covers an SLO that is equal or
+        laxer. `parameters` is the model's number of parameters; None: unknown."""
         if model != self.model:
             return f"the certificate is of {self.model}, not of {model}"
         if parameters is not None and self.parameters not in (None, parameters):
@@ -98,9 +98,9 @@ class Certificate:
         return None
 
     def other_limit(self, limits: ServerLimits) -> str | None:
-        """Reason why the certificate does not apply to a server with these limits, with the remedy; None where it does.
+        """Reason why the certificate does not apply to a server with these limits, with the remedy; None if it does.
 
-        The limits on a step's tokens and requests bound its time and, with that, the prompts that may wait. A shorter
+        The limits on a step's tokens and requests bound its time and, with that, the waiting prompts. A shorter
         `max_model_len` changes neither.
         """
         if self.limits is None:

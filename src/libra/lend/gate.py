@@ -1,6 +1,6 @@
 """The gate: when a rollout may use a device that serves, and for how long.
 
-Invariant: with serving steps of at most C and grants of at most B that are kept, a request's tokens after its first are
+Invariant: if serving steps take at most C and grants of at most B are kept, a request's tokens after its first are
 never late, and its first comes within `ttft_bound`. The proof is in docs/lending.md.
 """
 
@@ -27,7 +27,7 @@ class Slo:
                 raise ValueError(f"{name} is {value:g} s; give a positive number of seconds")
 
     def pace(self, use: float) -> float:
-        """Seconds per token (tau) that serving is slowed down to: the share `use` of `tpot`. Raises ValueError."""
+        """Seconds per token (tau) to which serving is slowed down: the share `use` of `tpot`. Raises ValueError."""
         if not 0 < use <= 1:
             raise ValueError(f"use is {use:g}; it is the share of tpot that may be spent: above 0, at most 1")
         return use * self.tpot
@@ -68,7 +68,7 @@ class ServingCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The device until `expires`: a borrower that holds it longer is not waited for."""
+    """The device until `expires`: serving does not wait for a borrower that holds it longer."""
 
     expires: float
     length: float
@@ -90,8 +90,8 @@ class SharingRule(Protocol):
 @dataclass(frozen=True, slots=True)
 class Gate:
     """Grants b <= B if no request waits for its first token (that slack is owed to requests that may still come), and a
-    serving step of the longest kind after the grant still ends before the next token is due. Where such a step takes
-    longer than the pace, steps may fall behind their due times, and nothing is granted while a token is due."""
+    serving step of the longest kind after the grant still ends before the next token is due. If such a step takes
+    longer than the pace, steps may miss their due times, and nothing is granted while a token is due."""
 
     longest: float  # B, of a grant
     shortest: float  # below which a rollout step cannot do anything
@@ -114,7 +114,7 @@ class Gate:
 
 
 def due(first_token: float, tokens: int, pace: float) -> float:
-    """Due time of the next token of a request that has `tokens` tokens, the first of them since `first_token`."""
+    """Due time of the next token of a request with `tokens` tokens, the first of them made at `first_token`."""
     return first_token + tokens * pace
 
 
@@ -123,7 +123,7 @@ def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -
 
     One grant and one step may be in progress when it arrives. No grant follows, and each step computes `prefill` of the
     `queued` prompt tokens that wait, its own included, or all of them. `prefill` is the token budget of a step minus
-    one for each request that decodes. Raises ValueError where that leaves nothing.
+    one for each request that decodes. Raises ValueError if that leaves nothing.
     """
     if prefill < 1:
         raise ValueError(f"a step has room for {prefill} prompt tokens: raise max_num_batched_tokens over max_num_seqs")
@@ -132,5 +132,5 @@ def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -
 
 def ttft_queue(ttft: float, longest: float, serving_step: float, prefill: int) -> int:
     """Prompt tokens that may wait, a request's own included, for `ttft_bound` to be within `ttft`: its inverse. 0 or
-    less where not even one may."""
+    less if not even one may wait."""
     return max(0, prefill) * (math.floor((ttft - longest) / serving_step) - 1)

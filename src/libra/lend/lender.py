@@ -1,7 +1,7 @@
-"""Serving engines that lend: their certificates, and the traffic that is expected.
+"""Serving engines that lend: their certificates, and the expected traffic.
 
-Invariant: every certificate is of the model, the hardware and an SLO no laxer than what the engines serve, so whatever
-is counted on here was proven.
+Invariant: every certificate is of the engines' model and hardware, and of an SLO no laxer than theirs, so every figure
+used here is proven.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Lender:
 
     def share(self, certificate: Certificate) -> float:
         """Share of an engine's time that is lent while any is: the harmonic mean over the expected rates, since rollout
-        takes 1 / share as long. 0 where nothing is lent at any of them."""
+        takes 1 / share as long. 0 if nothing is lent at any of them."""
         lent = [share for rate in self.rates if (share := certificate.share_at(rate)) > 0]
         return len(lent) / math.fsum(1 / share for share in lent) if lent else 0.0
 
@@ -61,8 +61,7 @@ class Lender:
         return sum(certificate.share_at(rate) == 0 for rate in self.rates) / len(self.rates)
 
     def recalls(self, certificate: Certificate) -> float:
-        """Recalls per second, where periods are independent: one for each period that lends before one that does
-        not."""
+        """Recalls per second, for independent periods: one for each period that lends before one that does not."""
         away = self.away(certificate)
         return (1 - away) * away / self.period
 
@@ -86,8 +85,8 @@ def make_lender(
     rates: Sequence[float],
     period: float,
 ) -> Lender:
-    """The lender that a serving pool's terms describe. `certificates` come with the names of their files, `rates` are
-    of all its engines together. Raises ValueError naming the key under `lends`."""
+    """The lender that a serving pool's terms describe. `certificates` have the names of their files; `rates` are totals
+    over its engines. Raises ValueError naming the key under `lends`."""
     terms = pool.lends
     if not isinstance(terms, LoanTerms):
         raise ValueError(f"pool {pool.name} has no lends; say what it serves and what is certified")

@@ -1,8 +1,8 @@
 """Priced options of engines on devices that serve users, from a lender's certificates and traffic forecast.
 
-Invariant: no option is faster than the share of its device that is certified for the forecast traffic, holds more than
-serving leaves inside the certified envelope, or takes steps longer than a certified grant. No option holds the longest
-context, so that the plan's own engines serve it, and recalled turns can continue there.
+Invariant: no option exceeds its certificate: the certified share of the device for the forecast traffic, the memory
+that serving leaves inside the certified envelope, and the longest grant. No option holds the longest context, so the
+plan's own engines serve it, and recalled turns can continue there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_PREFILL = BLOCK  # tokens that a step must be able to prefill, after the 
 
 @dataclass(frozen=True, slots=True)
 class LentEngine:
-    """A rollout engine on the devices of a serving one, under one certificate."""
+    """A rollout engine on the devices of a serving engine, under one certificate."""
 
     lender: Lender
     certificate: Certificate
@@ -156,7 +156,7 @@ def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: 
 
 
 def _tokens_within(grid: EngineGrid, grant: float, most: int, context: float) -> int:
-    """Most tokens of context, at most `most` and in sequences of `context` each, that one decode iteration reads within
+    """Most tokens of context, up to `most` and in sequences of `context` each, that one decode iteration reads within
     `grant` seconds."""
 
     def seconds(tokens: int) -> float:

@@ -1,7 +1,7 @@
-"""Loan terms in a cluster file: those of a pool that serves users and may be borrowed from.
+"""Loan terms in a cluster file: those of a pool that serves users and lends.
 
-Invariant: a forecast is given, or a log of requests to make one from, never both. Times are seconds. Names of files are
-as the cluster file has them: relative to its folder.
+Invariant: either a forecast is given, or a log of requests to make one from. Times are seconds. Names of files are as
+in the cluster file: relative to its folder.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LoanSection(Section):
     forecast: _ForecastSection | None = None
 
     def terms(self) -> LoanTerms:
-        """The terms of this section. Raises ValueError that opens with the key."""
+        """The terms of this section. Raises ValueError that begins with the key."""
         if (self.traffic is None) == (self.forecast is None):
             raise ValueError(
                 "traffic: give what the pool has served (requests, bin, season), or forecast (rates, seconds), not both"

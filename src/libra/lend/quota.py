@@ -1,8 +1,8 @@
 """The quota of a device's KV memory that is lent, and its return.
 
-Invariant: serving is never refused memory that rollout has. Rollout (`KVQuota`) leaves it a reserve and gives way at
-once, by halves. It gets more only after a training step and a quiet time, so that memory does not swing with every
-burst. Serving (`ceded`) always takes what it needs, beyond the reserve even before rollout has released it.
+Invariant: serving is never refused memory that rollout has. Rollout (`KVQuota`) leaves it a reserve and returns memory
+at once, by halves. It gets more only after a training step and a quiet time, so memory does not swing with every burst.
+Serving (`ceded`) always takes the memory that it needs, beyond the reserve even before rollout has released it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class KVView:
 
 @dataclass(frozen=True, slots=True)
 class KVLimits:
-    """Bytes of one device's KV memory, and the pace at which the lent part grows. Raises ValueError."""
+    """Bytes of one device's KV memory, and the growth rate of the lent part. Raises ValueError."""
 
     capacity: int  # of the serving engine (`KVView`)
     reserve: int  # of the serving engine (`KVView`)
@@ -65,14 +65,11 @@ class KVQuota:
 
     @property
     def asked(self) -> int:
-        """Bytes that serving is to cede. Rollout sends this number once it has complied with the last answer."""
+        """Bytes that serving should cede. Rollout sends this number once it has complied with the last answer."""
         return max(0, self.lent - self.limits.beside)
 
     def observe(self, serving: KVView, now: float) -> int:
-        """Bytes that rollout may have from now on.
-
-        Raises ValueError where serving needs more than there is.
-        """
+        """Bytes that rollout may have from now on. Raises ValueError if serving needs more than the device has."""
         limits, said = self.limits, self.asked
         total = limits.capacity + limits.beside
         if not 0 <= serving.need <= total:
@@ -102,7 +99,7 @@ class KVQuota:
 def ceded(now: int, *, asked: int, held: int, free: int, wanted: int, reserve: int) -> int:
     """Memory that serving leaves to rollout from its next step on, in the unit of the arguments.
 
-    `now` is what it leaves so far. Rollout asks for `asked` and still has `held`. Of the rest, no request uses `free`;
+    `now` is the present amount. Rollout requests `asked` and still has `held`. Of the rest, no request uses `free`;
     requests may take `wanted` of that in the next step.
     """
     if wanted > free:

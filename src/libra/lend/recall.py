@@ -1,7 +1,7 @@
 """Recall of a loan, and its return.
 
-Invariant: outside its envelope nothing is lent from the next step on, and each recall that comes soon after a return
-doubles the quiet time before the next one.
+Invariant: outside its envelope nothing is lent from the next step on, and each recall soon after a return doubles the
+next quiet time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Recall:
 
     @property
     def resumes(self) -> float:
-        """Time at which lending resumes if nothing happens: inf while the load is outside its envelope."""
+        """Time at which lending resumes without further events: inf while the load is outside its envelope."""
         return float("inf") if self._calm_since is None else self._calm_since + self._quiet
 
     def observe(self, breach: str | None, now: float) -> str | None:
-        """`breach` describes how the load leaves the envelope; None: it does not. Returns the reason why the loan is
-        recalled, or None where it is lent."""
+        """`breach` describes how the load leaves the envelope; None: it does not. Returns the reason for recalling the
+        loan, or None if it is lent."""
         if breach is not None:
             if self.recalled is None:
                 self.recalls += 1
@@ -67,7 +67,7 @@ class WatchedRule:
 
     @property
     def resumes(self) -> float:
-        """Time at which lending resumes if nothing happens, in the unit of the view's times."""
+        """Time at which lending resumes without further events, in the unit of the view's times."""
         return self.recall.resumes * self._second
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:

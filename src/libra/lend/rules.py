@@ -1,4 +1,4 @@
-"""Other rules for sharing a device, to compare the gate with. None of them keeps a bound."""
+"""Other rules for sharing a device, for comparison with the gate. None of them keeps a bound."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ServeFirst:
 
 @dataclass(frozen=True, slots=True)
 class Alternate:
-    """Naive sharing: a step each."""
+    """Naive sharing: alternating steps."""
 
     longest: float
 
@@ -37,7 +37,7 @@ class Alternate:
 
 @dataclass(frozen=True, slots=True)
 class TimeSlices:
-    """A fixed split of the device: rollout has its share of every period, whatever serving has to do."""
+    """A fixed split of the device: rollout has its share of every period, whatever serving needs."""
 
     longest: float
     period: float
@@ -51,7 +51,7 @@ class TimeSlices:
 @dataclass(frozen=True, slots=True)
 class PositiveSlack:
     """ROSE's rule, as published (arXiv 2605.06534): rollout runs while every live request would still be in time if
-    serving ran alone from then on. The slack of first tokens is spent too."""
+    serving ran alone from then on. It also spends the slack of first tokens."""
 
     longest: float
     ttft: float  # what the first token may take: the share `use` of the SLO

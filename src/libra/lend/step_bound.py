@@ -1,8 +1,8 @@
 """Upper bound on the time of a step, from the times of recent steps.
 
 Invariant: a wrong prediction costs harvest, never the SLO. The bound is the prediction times a ratio of actual to
-predicted time of recent steps. No more than the share `missed` of the coming steps exceed that ratio, as long as they
-are like the recent ones.
+predicted time of recent steps. At most the share `missed` of the coming steps exceeds that ratio, if they resemble the
+recent ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepBound:
         self._sorted: list[float] = []
 
     def observe(self, predicted: float, actual: float) -> None:
-        """Seconds of one step. Raises ValueError where one is not positive."""
+        """Seconds of one step. Raises ValueError if one is not positive."""
         if not (0 < predicted < math.inf and 0 < actual < math.inf):
             raise ValueError(f"a step of {actual:g} s, predicted {predicted:g} s; both must be positive and finite")
         ratio = actual / predicted
@@ -51,7 +51,7 @@ class StepBound:
         return self._sorted[min(n, math.ceil((n + 1) * (1 - self._missed) - 1e-9)) - 1]
 
     def kept_by(self, share: float) -> float | None:
-        """The ratio that this share of the recent steps kept to; None where there were none."""
+        """The ratio that this share of the recent steps did not exceed; None without steps."""
         n = len(self._sorted)
         return self._sorted[min(n, math.ceil(n * share)) - 1] if n else None
 

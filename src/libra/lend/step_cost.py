@@ -1,8 +1,8 @@
-"""Time of an engine's steps, learnt from the steps that it made.
+"""Time of an engine's steps, learnt from earlier ones.
 
 Invariant: a bound is the fitted cost of a step's shape times a ratio of actual to fitted cost of recent steps
 (`StepBound`). Nothing is bounded before enough steps were seen. A new borrower starts small: no step is more than twice
-as large as the largest that it has made.
+as large as its largest so far.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepCost:
         return self._bound.needed
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from one step. Raises ValueError where it took no time."""
+        """Learn from one step. Raises ValueError if it took no time."""
         if not 0 < seconds < math.inf:
             raise ValueError(f"a step of {seconds:g} s; it takes more than 0, and finite")
         bound = self.bound(shape)
@@ -83,7 +83,7 @@ class StepCost:
 
     @property
     def understatement(self) -> float:
-        """Actual over predicted seconds of all steps that count: a fit of least relative error is low in sum. Raises
+        """Actual over predicted seconds of all steps that count: a fit of least relative error is low in total. Raises
         ValueError until a few were seen."""
         if self._fit is None:
             raise ValueError(f"{self.seen} steps were seen, and nothing is predicted yet")
@@ -91,12 +91,12 @@ class StepCost:
         return math.fsum(seconds for _, seconds in self._steps) / predicted
 
     def bound(self, shape: StepShape) -> float | None:
-        """Seconds that a step of this shape takes at most; None until enough steps were seen."""
+        """Most seconds of a step of this shape; None until enough steps were seen."""
         predicted = self.predicted(shape)
         return None if predicted is None else self._bound.bound(predicted)
 
     def careful(self, shape: StepShape) -> float | None:
-        """The bound, or twice what nearly all steps so far kept to; None until a few steps were seen."""
+        """The bound, or twice the time that nearly all steps so far kept to; None until a few steps were seen."""
         predicted = self.predicted(shape)
         if predicted is None:
             return None
@@ -109,7 +109,7 @@ class StepCost:
         self._bound.observe(predicted, seconds)
 
     def learn(self) -> None:
-        """Fit to all steps that count; `observe` calls this now and then."""
+        """Fit to all steps that count; `observe` calls this at times."""
         rows = np.array([(1, it.sequences, it.new_tokens, it.context) for it, _ in self._steps], float)
         base, *slopes = non_negative(rows, np.array([seconds for _, seconds in self._steps])).tolist()
         self._fit = max(base, _RIDGE), slopes[0], slopes[1], slopes[2]
@@ -119,20 +119,18 @@ class StepCost:
 
 
 class LearntServingCost:
-    """A `ServingCost` from the steps that a serving engine made. Unbounded until enough were seen.
-
-    `batched_tokens` is `max_num_batched_tokens` of the engine, `context` its `max_model_len`.
-    """
+    """A `ServingCost` learnt from the steps of a serving engine. Unbounded until enough were seen. `batched_tokens` is
+    `max_num_batched_tokens` of the engine, `context` its `max_model_len`."""
 
     def __init__(self, cost: StepCost, batched_tokens: int, context: int) -> None:
         self._cost, self._budget, self._longest = cost, batched_tokens, context
 
     def longest_step(self, view: ServingView) -> float:
-        """All live requests and one more, which brings a full prefill chunk."""
+        """A step of all live requests and one more, with a full prefill chunk."""
         return self._with_budget(self._budget, view)
 
     def budget_within(self, seconds: float, view: ServingView) -> int | None:
-        """The `max_num_batched_tokens`, a power of 2, with which the longest step would be over in time."""
+        """The `max_num_batched_tokens`, a power of 2, with which the longest step would end in time."""
         budget = 1 << self._budget.bit_length() - 1
         while budget > view.live + 1:
             if self._with_budget(budget, view) <= seconds:
@@ -175,20 +173,20 @@ class TokenBudget:
         self._cost, self._most, self._largest, self._made = cost, most, 0, 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Record a step. The first ones pay for what is set up once, and are not learnt from."""
+        """Record a step. The first ones include one-time set-up, and are not learnt from."""
         self._largest = max(self._largest, shape.sequences + shape.new_tokens)
         self._made += 1
         if self._made > _SET_UP:
             self._cost.observe(shape, seconds)
 
     def start_anew(self) -> None:
-        """Forget what steps took: a bound that lets no step through would never be found wrong."""
+        """Forget the times of steps: a bound that permits no step would never be corrected."""
         self._cost.forget()
         self._largest = 0
 
     def within(self, seconds: float, queue: RolloutQueue) -> int:
-        """Tokens that fit into `seconds`; 0: not even one. Until there is a bound, one token is taken to fit. A step is
-        at most twice as large as the largest so far."""
+        """Tokens that fit into `seconds`; 0: not even one. Until there is a bound, one token is assumed to fit. A step
+        is at most twice as large as the largest so far."""
         if not queue.turns:
             return 0
         most = min(self._most, 2 * self._largest or 1)
@@ -198,8 +196,8 @@ class TokenBudget:
         return fits or int(self._cost.seen < self._cost.needed)
 
     def bound(self, tokens: int, queue: RolloutQueue) -> float:
-        """Most seconds of a step of `tokens`. The engine chooses how they spread over the turns, between two extremes:
-        all turns decode, or one prompt takes all that it can."""
+        """Most seconds of a step of `tokens`. The engine distributes them over the turns, between two extremes: all
+        turns decode, or one prompt takes as many as possible."""
         most = min(tokens, queue.turns)
         least = 1 if queue.prefilling else max(1, min(tokens, queue.running))
         context = queue.context + tokens

@@ -1,7 +1,7 @@
 """Statistics of trajectories' lengths, tracked as they drift.
 
-Invariant: every answer is taken from the same weighted evidence. Running trajectories are evidence, too: of the work
-that they have had so far, in tokens and tools, never of their final length.
+Invariant: every answer is taken from the same weighted evidence. Running trajectories are evidence, too: of their work
+so far, in tokens and tools, never of their final length.
 """
 
 from libra.lengths.classes import TAIL_SHARE, TrajectoryClass

@@ -1,4 +1,4 @@
-"""A distribution of trajectories by final context, and the few classes it is priced as.
+"""A distribution of trajectories by final context, and the few classes for pricing it.
 
 Invariant: shares sum to 1 and classes are runs of neighbouring bins, so every weighted mean over the classes is the
 weighted mean over the bins.

@@ -1,7 +1,7 @@
 """The evidence before it is weighed: trajectories in cohorts by start version, and in cells by work and context.
 
-Invariant: within a cohort nothing depends on the order of arrival, so that the sum of two cohorts has the evidence of
-both. The one exception is the opening cohort, whose trajectories are forgotten one by one as they arrive.
+Invariant: within a cohort nothing depends on the order of arrival, so the sum of two cohorts has the evidence of both.
+The one exception is the opening cohort, whose trajectories are forgotten one by one as they arrive.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ LOG_CONTEXT = Sums._fields.index("log_context")
 
 
 def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: float = 0.0) -> Sums:
-    """Sums of one trajectory, as far as it has come. The cache keeps whole blocks of `block_tokens` tokens; a tool
-    return whose seconds were not recorded counts as `unknown_tool_seconds`.
+    """Sums of one trajectory so far. The cache keeps whole blocks of `block_tokens` tokens; a tool return whose seconds
+    were not recorded counts as `unknown_tool_seconds`.
 
-    A context shorter than what the engine holds was rewritten (compaction). It is assumed that only the prompt is still
-    in the cache: agents rewrite their history, not their instructions. If it is shorter than the prompt, nothing is.
+    A context shorter than the engine's was rewritten (compaction). Then only the prompt is assumed to be still in the
+    cache: agents rewrite their history, not their instructions. If the context is shorter than the prompt, nothing is.
     """
     context_sum, prefill, end, generated = 0, 0, 0, 0
     prompt = trajectory.prompt_tokens
@@ -100,8 +100,8 @@ def work(sums: Sums) -> float:
     """Time that a trajectory has taken so far, on engines of one speed, in prefilled tokens; at least 1.
 
     Trajectories that started together have had the same time, so time decides which of them are seen to finish. Wall
-    time would do while engines keep their speed. But they slow down with load, for all at once: this clock slows down
-    with them.
+    time would suffice for engines of constant speed. But they slow down with load, for all at once, and this clock
+    slows down with them.
     """
     return max(1.0, sums.prefill + GENERATED * sums.generated + SECOND * sums.tool_seconds)
 
@@ -114,8 +114,8 @@ class Cell(NamedTuple):
 
 
 def place(trajectory: Trajectory, sums: Sums, bins_per_octave: int) -> tuple[Cell, float]:
-    """(cell of a trajectory, part of the work bin, in the logarithm, that it has behind it). Raises ValueError for a
-    context that no bin holds."""
+    """(cell of a trajectory, its passed part of the work bin, in the logarithm). Raises ValueError for a context beyond
+    all bins."""
     context = sums.final_context
     if context >= 2**OCTAVES:
         raise ValueError(f"trajectory {trajectory.id} holds {context} tokens; at most 2**{OCTAVES} - 1 are tracked")
@@ -208,7 +208,7 @@ class Cohort:
         self.running.add(cell, np.array((1.0, part)))
 
     def forget(self, keep: float) -> None:
-        """Let every finished trajectory weigh `keep` times what it did."""
+        """Multiply the weight of every finished trajectory by `keep`."""
         self.counts[:] *= keep**POWERS
         self.sums[:] *= keep
         faded = self.counts[:, 0] < _NOTHING

@@ -54,13 +54,10 @@ def hazard(finished: Array, risk: Array) -> Array:
 
 
 def lift(finished: Array, running: Array, passed: Array) -> Array:
-    """[bin] weight of the trajectories for which each one that finishes in a bin stands: itself, and its share of those
-    that were lost from sight before it.
-
-    That is the inverse of the probability of still being seen there (Robins & Rotnitzky 1992), estimated by the product
-    limit: the sum of `lift * finished` up to a bin is its share of the total (Satten & Datta 2001). If nothing runs,
-    all are 1.
-    """
+    """[bin] weight of the trajectories that each one finishing in a bin represents: itself, and its share of those that
+    were censored before it. That is the inverse of the probability of still being observed there (Robins & Rotnitzky
+    1992), estimated by the product limit: the sum of `lift * finished` up to a bin is its share of the total (Satten &
+    Datta 2001). If nothing runs, all are 1."""
     risk = at_risk(finished, running, passed)
     total = float((finished + running).sum())
     seen = np.divide(total, risk, out=np.zeros_like(risk), where=risk > 0)
@@ -70,20 +67,20 @@ def lift(finished: Array, running: Array, passed: Array) -> Array:
 
 
 def find_drift(finished: Array, risk: Array) -> Drift:
-    """Compare the shares that outlive each bin of work in a slow and in a fast memory of the same trajectories.
+    """Compare the shares of trajectories beyond each bin of work in a slow and in a fast memory.
 
-    The columns of both arrays are weighted by `cohorts.POWERS`: s, f, s**2, s f and f**2, for the weights s and f of
-    a trajectory in the two memories. Where hazards h do not depend on the weights, the ratio of the two shares, less
-    1, is a martingale in the work whatever is still running; its variance C grows by
-    `h / (1 - h) * sum (f / F - s / S)**2` a bin, over those at risk, F and S being their total weights. It tends to a
-    Brownian motion W(C), and `sqrt(n) W(C) / (1 + n C)` is a Brownian bridge for any n (Hall & Wellner 1980), whose
-    largest excursion exceeds x with a probability of at most `2 * exp(-2 * x**2)` (Kolmogorov's distribution). With
-    1 / n the sum over all trajectories, and none running, `1 / (1 + n C)` is about the share itself, and the test that
-    of Kolmogorov and Smirnov. The threshold is the x for `FALSE_ALARM_RATE`; binning can only lower the rate.
+    The columns of both arrays are weighted by `cohorts.POWERS`: s, f, s**2, s f and f**2, for the weights s and f of a
+    trajectory in the two memories. If hazards h do not depend on the weights, the ratio of the two shares, minus 1, is
+    a martingale in the work, whichever trajectories are still running; its variance C grows by `h / (1 - h) * sum (f /
+    F - s / S)**2` a bin, over those at risk, F and S being their total weights. It tends to a Brownian motion W(C), and
+    `sqrt(n) W(C) / (1 + n C)` is a Brownian bridge for any n (Hall & Wellner 1980), whose largest excursion exceeds x
+    with a probability of at most `2 * exp(-2 * x**2)` (Kolmogorov's distribution). With 1 / n the sum over all
+    trajectories, and none running, `1 / (1 + n C)` is about the share itself, and the test that of Kolmogorov and
+    Smirnov. The threshold is the x for `FALSE_ALARM_RATE`; binning can only lower the rate.
 
     Assumed: independent trajectories (samples of one prompt resemble each other and raise the rate), weights spread
     over enough of them for the limit (half-lives of a few dozen), and a rate per look: looks at trajectories that do
-    not overlap each have their own chance. No trajectories, or one, are no drift.
+    not overlap each have their own chance. With at most one trajectory there is no drift.
     """
     ending, recent_ending = hazard(finished[:, 0], risk[:, 0]), hazard(finished[:, 1], risk[:, 1])
     known = (risk[:, 1] > 0) & (ending < 1)  # from the first bin up to one that nothing outlives
@@ -104,8 +101,8 @@ def find_drift(finished: Array, risk: Array) -> Drift:
 
 @dataclass(frozen=True, slots=True)
 class WeighedCohorts:
-    """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`; a finished trajectory weighs
-    for itself and for the running ones that it stands for (`lift`)."""
+    """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`; a finished trajectory counts
+    for itself and for the running ones that it represents (`lift`)."""
 
     weights: Array  # [cohort] of its newest trajectory
     finished: Array  # [bin, power]
@@ -122,8 +119,8 @@ class WeighedCohorts:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Columns of the weights and of their squares in the memory that answers are taken from: the recent one after
-        a drift, so that the evidence before it is soon forgotten."""
+        """Columns of the weights and of their squares in the memory behind the answers: the recent one after a drift,
+        so earlier evidence is soon forgotten."""
         return (1, 4) if self.drift.drifted else (0, 2)
 
     @property
@@ -133,14 +130,17 @@ class WeighedCohorts:
 
     @property
     def samples(self) -> float:
-        """Equally weighted finished trajectories that would average as well (Kish 1965)."""
+        """Number of equally weighted finished trajectories with the same precision (Kish 1965)."""
         weight, square = self.memory
         squares = float(self.finished[:, square].sum())
         return float(self.finished[:, weight].sum()) ** 2 / squares if squares else 0.0
 
     def distribution(self, ahead: Cohort, bins_per_octave: int) -> Distribution:
-        """The distribution over the bins that are not forgotten. The means of a bin are taken from the slow memory, as
-        they change less than its share; in a bin that only running ones have reached, from `ahead`."""
+        """The distribution over the bins that are not forgotten.
+
+        The means of a bin come from the slow memory, as they change less than its share. In a bin that only running
+        trajectories have reached, they come from `ahead`.
+        """
         weight, _ = self.memory
         ended = self.ended[:, weight]
         kept = np.flatnonzero(ended >= FORGOTTEN)
@@ -178,9 +178,9 @@ class WeighedCohorts:
 def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
     """Weigh `cohorts`, which are in the order of their versions, the opening one first.
 
-    Which trajectories finish depends on time, not on length: the product limit goes by work, and final contexts are
-    marks of its ends. Running trajectories that outlive all finished ones are taken to end where they are now (Efron
-    1967), and so are those that have grown longest: there is no evidence beyond them.
+    Time decides which trajectories finish, not length: the product limit is over work, and final contexts are marks of
+    its ends. Running trajectories beyond all finished ones are assumed to end now (Efron 1967), and so are those that
+    have grown longest: there is no evidence beyond them.
     """
     started = np.array([cohort.started for cohort in cohorts])
     behind = np.cumsum(started[::-1])[::-1] - started
@@ -237,8 +237,8 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
 
 
 def _rows(tables: Sequence[Table]) -> tuple[Indices, Indices, Array]:
-    """[row] the number of its table, [row, work and context bin], and [row, column], of all tables. In the order of the
-    cells: sums must not depend on the order of arrival."""
+    """[row] the number of its table, [row, work and context bin], and [row, column], of all tables. Rows are in the
+    order of the cells, since sums must not depend on the order of arrival."""
     of_table = np.repeat(np.arange(len(tables)), [len(table.values) for table in tables])
     cells = np.concatenate([table.cells for table in tables])
     order = np.lexsort(cells.T)

@@ -1,7 +1,7 @@
-"""Forecast of lengths: the trend over start versions, and the workload it leads to.
+"""Forecast of lengths: the trend over start versions, and the resulting workload.
 
-Invariant: a trend that the evidence does not show is 0. The stated error of a forecast includes that of the change it
-adds to the tracked lengths.
+Invariant: without evidence the trend is 0. The stated error of a forecast includes the error of the change that it adds
+to the tracked lengths.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LengthForecast:
 def cohort_levels(cohorts: Sequence[Cohort], evidence: WeighedCohorts) -> Array:
     """[cohort] mean logarithm of the final context.
 
-    A running trajectory enters with the mean over all that take more work than it has had (one step of Buckley & James
-    1979). That mean ignores the trend: weigh a cohort by the trajectories that have finished.
+    A running trajectory enters with the mean over all that take more work than its present one (one step of Buckley &
+    James 1979). That mean ignores the trend, so weigh a cohort by its finished trajectories.
     """
     shares, logs = evidence.by_work, evidence.log_contexts
     # On average half of its own bin is behind a running trajectory.
@@ -67,8 +67,8 @@ def fit(versions: Array, levels: Array, weights: Array) -> Trend:
 
     A step is kept if it explains more than chance does anywhere: the largest F statistic over all places that leave two
     versions on either side, against its 1 % point (Andrews 1993). The slope is shrunk by `1 - error**2 / slope**2`, to
-    0 if it is within its error (the positive-part rule of James & Stein 1961): noise must not be carried into the
-    future. Fewer than 6 versions, in equal weights, show no trend.
+    0 if it is within its error (the positive-part rule of James & Stein 1961), so that noise is not extrapolated. Fewer
+    than 6 versions, in equal weights, show no trend.
     """
     if weights.sum() == 0 or weights.sum() ** 2 / (weights**2).sum() < _MIN_POINTS:
         return Trend(0.0, 0.0)
@@ -92,7 +92,8 @@ class _Line:
 
 
 def _least_squares(columns: Array, levels: Array, weights: Array) -> _Line:
-    """Line of `levels` on `columns`, the first of which is the version. Weights sum to 1, unrelated to the noise."""
+    """Line of `levels` on `columns`, the first of which is the version. Weights sum to 1 and are unrelated to the
+    noise."""
     inverse = np.linalg.pinv((columns.T * weights) @ columns, hermitian=True)
     residuals = levels - columns @ (inverse @ (columns.T @ (weights * levels)))
     unexplained = float((weights * residuals**2).sum())
@@ -125,7 +126,7 @@ def project(
 
 
 def scaled(cls: TrajectoryClass, factor: float, longest: int | None) -> TrajectoryClass:
-    """The class with trajectories that are `factor` times as long: more of the same turns, with growing contexts.
+    """The class with trajectories `factor` times as long: more of the same turns, with growing contexts.
 
     Lengths, turns and tool seconds grow with the factor, the sum of contexts with its square; the first turn stays as
     it is. None becomes longer than `longest` tokens.

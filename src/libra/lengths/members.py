@@ -1,9 +1,8 @@
 """Members: trajectories that represent similar ones, with tokens and tool seconds together.
 
 Invariant: the tokens and the tool seconds of a member are those of the same trajectories, so whichever makes it long,
-the other belongs to it. Members do not depend on engines: faster engines never make a member take longer.
-
-Cells of the evidence have means and covariances. Each becomes four members with the same ones.
+the other belongs to it. Members do not depend on engines: faster engines never make a member take longer. Cells of the
+evidence have means and covariances. Each becomes four members with the same means and covariances.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def of_classes(members: Members, of_bin: Indices) -> list[tuple[Member, ...]]:
 
 
 def _rarity(values: Array, shares: Array) -> Indices:
-    """[member] the logarithm of the share that exceeds it, half of its own included, in whole steps of `_ALIKE`."""
+    """[member] the logarithm of the share of members beyond it, counting half of itself, in whole steps of `_ALIKE`."""
     order = np.argsort(-values, kind="stable")
     exceeds = np.empty(len(values))
     exceeds[order] = np.cumsum(shares[order]) - shares[order] / 2

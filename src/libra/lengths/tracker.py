@@ -28,13 +28,13 @@ class LengthTracker:
     """Exponentially forgotten statistics of trajectories, by final context: the most tokens one ever held.
 
     Long trajectories finish late, so those that have finished are too short a sample. `observe_running` reports the
-    others; from then on, evidence is weighed by start version, and finished ones stand for running ones that have had
-    less work (`evidence.weigh`). Until its first call nothing is known to run, and finished trajectories are forgotten
+    others; from then on, evidence is weighed by start version, and finished ones also represent running ones with less
+    work so far (`evidence.weigh`). Until its first call no running trajectory is known, and finished ones are forgotten
     in the order of arrival.
 
     After a drift is detected all answers forget four times as fast, until old and recent trajectories agree again.
     Memory and the time of one observation do not grow with the number of trajectories. `unknown_tool_share` is the
-    share of tool returns without recorded seconds. A tracker is not for several threads at once: guard it with a lock.
+    share of tool returns without recorded seconds. A tracker is not thread-safe: guard it with a lock.
     """
 
     def __init__(
@@ -85,13 +85,11 @@ class LengthTracker:
         self._trim()
 
     def observe_running(self, trajectories: Iterable[Trajectory]) -> None:
-        """Replace what is known to run by these unfinished trajectories, as far as they have come.
-
-        Give all of them, after having observed those that have finished since, and before a query: one that finishes
-        counts twice until the next call. Call it also if nothing runs. A trajectory that waits for a tool ends with
-        that call: status "unknown", nothing returned, and as `tool_seconds` the time it has waited so far. Without that
-        time, trajectories that wait long count as less far than they are.
-        """
+        """Replace the known running trajectories by these unfinished ones, in their present state. Give all of them,
+        after observing those that have finished since, and before a query: one that finishes counts twice until the
+        next call. Call it also if none is running. A trajectory that waits for a tool ends with that call: status
+        "unknown", nothing returned, and as `tool_seconds` the time it has waited so far. Without that time,
+        trajectories that wait long count as having less work."""
         placed = []
         for trajectory in trajectories:
             if trajectory.finished:
@@ -145,8 +143,9 @@ class LengthTracker:
         """The workload `steps` versions after the newest one that has started, none of it above `longest` tokens.
 
         The trend is a line through the mean log final context of the versions, over four times the memory of the other
-        statistics. It bridges the age of the evidence, and continues damped from there. Before `observe_running` was
-        called there is none. A jump is no trend, but may look like one while only one version has started after it.
+        statistics. It bridges the age of the evidence, and continues damped from there. Before the first call of
+        `observe_running` there is none. A jump is no trend, but may look like one while only one version has started
+        after it.
         """
         if not 0 <= steps < math.inf:
             raise ValueError(f"steps is {steps}; it is a number of versions, 0 or more")
@@ -212,7 +211,7 @@ class LengthTracker:
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> LengthTracker:
-        """The tracker that `snapshot` was taken of. Raises `ValueError` for any other format."""
+        """The tracker behind a `snapshot`. Raises `ValueError` for any other format."""
         if "format" not in snapshot or snapshot["format"] != FORMAT:
             raise ValueError(f"not a tracker snapshot of format {FORMAT}; observe the trajectories again")
         settings = ("half_life", "bins_per_octave", "block_tokens", "unknown_tool_seconds")

@@ -1,1 +1,1 @@
-"""Trajectories under way on engines that somebody else runs: the gateway and adapters inside trainers share it."""
+"""Trajectories in flight on engines that others run, shared by the gateway and by adapters inside trainers."""

@@ -1,6 +1,5 @@
-"""Lengths of the trajectories that a gateway has seen, as a planner takes them.
-
-Invariant: a finished trajectory counts in full, one that its client never finished as a lower bound.
+"""Lengths of a gateway's trajectories, for a planner. ¶ Invariant: a finished trajectory counts in full; one that its
+client never finished is a lower bound.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine that others run, and the turns that are in flight there."""
+"""An engine that others run, and its turns in flight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class LiveServer:
-    """A live `route.policy.Instance`, whose load is the contexts of its turns in flight."""
+    """A live `route.policy.Instance`, whose load is the total context of its turns in flight."""
 
     token_seconds: float | None = None  # the server does not say
     recall_rate = 0.0  # nor does it lend

@@ -1,7 +1,7 @@
 """Chooses servers for turns whose caller sends them itself, as a router inside a trainer does.
 
-Invariant: a server's load is the contexts of the turns that it was given and that were not released. A turn that is
-asked for again before it was answered is the same turn. The policy learns from a trajectory once, when it is finished.
+Invariant: a server's load is the total context of its turns that were not released. A repeated request for an
+unanswered turn is the same turn. The policy learns from a trajectory once, when it is finished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EXPIRE_SECONDS = 60.0  # between two searches for such trajectories
 
 @dataclass(slots=True)
 class _Told:
-    """Facts of a trajectory that its caller gave, and its turns that are not released."""
+    """A trajectory's facts from its caller, and its turns that are not released."""
 
     prompt: str
     touched: float
@@ -33,9 +33,9 @@ class _Told:
 
 
 class SessionRouter:
-    """Call `acquire` for each turn and `release` when its server has answered, failed or was given up. A caller that
-    knows more also calls `began`, `answered`, `returned` and `finished`: without them nothing is learned, and turns
-    follow their prefixes and loads. Times are seconds of `clock`."""
+    """Call `acquire` for each turn and `release` when its server has answered or failed, or when the turn was given up.
+    A caller that knows more also calls `began`, `answered`, `returned` and `finished`: without these the policy learns
+    nothing, and turns follow their prefixes and loads. Times are seconds of `clock`."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class SessionRouter:
         return turns
 
     def add(self, ids: Iterable[str]) -> None:
-        """Put servers into service. One that is there already stays as it is."""
+        """Put servers into service. A present one is left unchanged."""
         for id in ids:
             self._servers.setdefault(id, LiveServer(id, 0, self._capacity))
         self._refresh()
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Send servers no more turns; their prefixes are lost. Those that are not there are ignored."""
+        """Send these servers no more turns; their prefixes are lost. Unknown servers are ignored."""
         for id in ids:
             if self._servers.pop(id, None) is not None:
                 self._policy.instance_gone(id)
@@ -93,8 +93,8 @@ class SessionRouter:
             self._policy.instance_gone(id)
 
     def acquire(self, id: str, context: int) -> str:
-        """The server of a trajectory's next turn, or of its present one again, with `context` tokens. There is always
-        one: where no server has room, the least loaded. Raises LookupError where no server is in service."""
+        """The server of a trajectory's next turn, or of its present one again, with `context` tokens. If no server has
+        room, it is the least loaded. Raises LookupError if no server is in service."""
         if not self._servers:
             raise LookupError("no server is in service: add one")
         now = self._clock()
@@ -117,7 +117,7 @@ class SessionRouter:
         return server.id
 
     def release(self, server: str, id: str) -> None:
-        """Take a turn off its server. Ignored where it was not given to it, or was released."""
+        """Take a turn off its server. Ignored if the server does not have it, or it was released."""
         if (told := self._told.get(id)) is None:
             return
         told.touched = self._clock()
@@ -132,20 +132,21 @@ class SessionRouter:
         self._told[id] = _Told(prompt, self._clock(), task)
 
     def answered(self, id: str, context: int, generated: int) -> None:
-        """The turn had a prompt of `context` tokens, and `generated` tokens came. Ignored where none was asked for."""
+        """The turn had a prompt of `context` tokens, and generated `generated` tokens. Ignored if no turn was
+        requested."""
         told = self._told.get(id)
         if told is not None and told.turn is not None:
             self._live.answered(told.turn, context, generated, self._clock())
             told.turn = None
 
     def returned(self, id: str, tool: str, status: ToolStatus) -> None:
-        """A tool has returned, after the last answer. The next turn's context says how much."""
+        """A tool has returned, after the last answer. The next turn's context tells how many tokens."""
         if (told := self._told.get(id)) is not None:
             told.returned = ToldReturn(tool, status)
 
     def finished(self, id: str, reward: float | None, policy_version: int) -> Trajectory | None:
         """The whole trajectory, from which the policy has learned. None: no turn of it, or not its last one, was
-        answered, so nothing is learned."""
+        answered, so the policy learns nothing."""
         try:
             trajectory = self._live.whole(id, reward, policy_version)
         except (KeyError, ValueError):
@@ -156,7 +157,7 @@ class SessionRouter:
         return trajectory
 
     def forget(self, id: str) -> None:
-        """Drop a trajectory, and what of it is not released, without learning."""
+        """Drop a trajectory, and its turns that are not released, without learning."""
         self._drop(id)
         self._policy.forget(id)
 
@@ -172,7 +173,7 @@ class SessionRouter:
             server.load_tokens -= tokens
 
     def _expire(self, now: float) -> None:
-        """Forget trajectories without turns for long, among them those whose caller tells no ends."""
+        """Forget trajectories that have long had no turn, including those whose caller reports no ends."""
         self._expire_at = now + _EXPIRE_SECONDS
         since = now - self._idle_seconds
         for id in [id for id, told in self._told.items() if told.touched <= since and not told.held]:

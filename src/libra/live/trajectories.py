@@ -1,8 +1,7 @@
-"""The trajectories that passing turns make.
-
-Invariant: what the policy learns of a trajectory is what happened to it. A turn counts once it has been answered, and a
-tool return is reported once, with the first turn placed after it. Lengths are tokens, times are seconds: of the event
-loop's clock, but for the start of a trajectory, which is wall-clock time.
+"""The trajectories of the turns that pass through. ¶ Invariant: the policy learns of a trajectory exactly what happened
+to it. A turn counts once it has been answered, and a tool return is reported once, with the first turn placed after it.
+Lengths are tokens, times are seconds: of the event loop's clock, but for the start of a trajectory, which is wall-clock
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ UNKNOWN_TOOL = "unknown"
 
 
 class ReturnReport(Protocol):
-    """A tool return as its trajectory's client describes it."""
+    """A tool return as reported by its trajectory's client."""
 
     @property
     def name(self) -> str:
@@ -37,7 +36,7 @@ class ReturnReport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToldReturn:
-    """A `ReturnReport`. By default nothing is known of the tool."""
+    """A `ReturnReport`. By default the tool is unknown."""
 
     name: str = UNKNOWN_TOOL
     status: ToolStatus = "unknown"
@@ -61,7 +60,7 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class LiveTrajectory:
-    """A trajectory in progress at one moment."""
+    """The state of a trajectory in progress."""
 
     id: str
     task: str
@@ -85,7 +84,7 @@ class Trajectories:
         return len(self._live)
 
     def has_room(self, id: str) -> bool:
-        """Whether a turn of this trajectory keeps within the limit of trajectories."""
+        """Whether a turn of this trajectory is within the limit of trajectories."""
         return len(self._live) < self.most or id in self._live
 
     def is_in_flight(self, id: str) -> bool:
@@ -123,7 +122,7 @@ class Trajectories:
         return turn, ToolReturn(last.tool, last.status, last.returned_tokens)
 
     def placed(self, turn: TurnRequest) -> None:
-        """Note that the policy has been asked."""
+        """Note that the policy has placed the turn."""
         if (live := self._of(turn)) is not None:
             live.placed = True
 
@@ -142,7 +141,7 @@ class Trajectories:
             live.in_flight = None
 
     def latest(self, most: int) -> list[LiveTrajectory]:
-        """Those whose last turn began or ended last, the latest first."""
+        """Trajectories whose last turn began or ended last, the latest first."""
         return [
             LiveTrajectory(
                 id,
@@ -165,8 +164,8 @@ class Trajectories:
         return live if live is not None and live.in_flight is turn else None
 
     def whole(self, id: str, reward: float | None, policy_version: int) -> Trajectory:
-        """The whole trajectory; `forget` it once it is kept elsewhere. Raises KeyError for an unknown one, ValueError
-        where the last turn has no answer."""
+        """The whole trajectory; call `forget` once it is kept elsewhere. Raises KeyError for an unknown one, ValueError
+        if the last turn has no answer."""
         live = self._live[id]
         if live.generated is None:
             raise ValueError(f"trajectory {id}: its last turn has no answer; forget it, or wait for the answer")
@@ -174,7 +173,7 @@ class Trajectories:
         return _trajectory(id, live, reward, policy_version, finished=True)
 
     def so_far(self, id: str) -> Trajectory | None:
-        """The answered turns of a trajectory that does not go on. None: it is unknown, or has none."""
+        """The answered turns of a trajectory that ends early. None: it is unknown, or has none."""
         live = self._live.get(id)
         if live is None or (live.generated is None and not live.turns):
             return None

@@ -15,11 +15,11 @@ class RunBorrowing(Protocol):
 
     @property
     def agents(self) -> AgentLauncher | None:
-        """A launcher whose last slots are agents'; None: none lends."""
+        """A launcher whose last slots belong to agents; None: no agent lends."""
         ...
 
     def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:
-        """Loans of those of the `lent` workers that are on devices of the run's own servers."""
+        """Loans of the workers among `lent` that are on devices of the run's own servers."""
         ...
 
     async def start(self, phase: Callable[[str], None]) -> None:
@@ -27,7 +27,7 @@ class RunBorrowing(Protocol):
         ...
 
     async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
-        """End the run's own servers. Returns what the `loans`, recalled `recalls` times, gave and cost."""
+        """End the run's own servers. Returns the gains and costs of the `loans`, recalled `recalls` times."""
         ...
 
     async def close(self) -> None: ...

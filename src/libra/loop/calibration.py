@@ -1,7 +1,7 @@
 """Costs of a run's workers: measured once, and kept for the next run.
 
-Invariant: a kept profile is used only where nothing has changed that its numbers depend on: machine, model, layout of
-the run, libraries, and the code that was timed.
+Invariant: a cached profile is used only if everything that its numbers depend on is unchanged: machine, model, layout
+of the run, libraries, and the timed code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def profile_key(
     model_config: Mapping[str, Any],
     code: Path = Path(libra.__file__).parent,
 ) -> str:
-    """Key over all that a measured profile depends on. `hardware`: as a launcher names it; `code`: this library."""
+    """Key over all inputs of a measured profile. `hardware`: by a launcher's name; `code`: this library."""
     parts = {
         "hardware": hardware,
         "precision": precision,
@@ -81,8 +81,8 @@ def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]
 async def measured_profile(
     key: str, config: RunConfig, hardware: str, executor: RunExecutor, recovery: Recovery, say: Callable[[str], None]
 ) -> DeviceProfile:
-    """Measure the workers as they will run, and keep the costs; engines hand KV over from now on where that pays.
-    Raises `DiskError`."""
+    """Measure the workers as they will run, and cache the costs; engines hand KV over from now on if that pays. Raises
+    `DiskError`."""
     engines, trajectories = config.engines, config.training.trajectories
     fleet, began = executor.processes.fleet, time.monotonic()
     profile = await recovery.attempts("measuring", lambda: measure(executor, engines, trajectories, hardware, key))

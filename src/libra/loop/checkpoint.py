@@ -1,7 +1,7 @@
 """Checkpoints of a run: weights, optimiser and the controller's own state, as of one step.
 
-Invariant: a checkpoint directory that has its final name is complete, on disk, and was read back. The newest two are
-kept, so a damaged one is refused and the run goes on from the one before.
+Invariant: a checkpoint directory with its final name is complete, on disk, and was read back. The newest two are kept,
+so a run can continue from the one before a damaged one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from libra.config.run import ConfigError
 from libra.config.sealed_line import opened
 from libra.exec.journal import JournalReplay, read_journal, replay
 from libra.exec.pool import Worker, bucket_limits, current_allocation
+from libra.loop.episode import Episode
 from libra.loop.episode_file import History, read_history
 from libra.loop.recorder import RECORDS
-from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.records.files import drop_partial_line, whole_lines, write_whole, writing
 from libra.records.manifest import MANIFEST, ManifestError, check_manifest, force_directory, seal
@@ -49,8 +49,8 @@ _KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the on
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The controller's side of a checkpoint. It covers the episodes that had finished by then; the groups in progress
-    are in the files of episodes."""
+    """The controller's side of a checkpoint. It covers the episodes finished by then; the groups in progress are in the
+    files of episodes."""
 
     step: int
     seconds: float  # of the reinforcement learning so far
@@ -60,7 +60,7 @@ class RunState:
 
 
 class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`RunState` as it is in a file."""
+    """`RunState` in its file format."""
 
     format: int
     step: int
@@ -71,8 +71,8 @@ class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -> Path:
-    """Write `checkpoint-<step>`, read it back, and drop all older ones but the last. Raises `DiskError`; the
-    checkpoints before are then still there."""
+    """Write `checkpoint-<step>`, read it back, and drop all older ones but the last. Raises `DiskError`, leaving the
+    earlier checkpoints."""
     target = directory / f"checkpoint-{state.step}"
     part = directory / f"{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -95,19 +95,19 @@ async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -
 
 
 def can_be_resumed(directory: Path) -> bool:
-    """Whether a run directory holds a checkpoint that was finished."""
+    """Whether a run directory holds a finished checkpoint."""
     return any((path / MANIFEST).is_file() for path in _numbered(directory))
 
 
 def latest_checkpoint(directory: Path, *, contents: bool = True) -> tuple[Path, RunState]:
-    """The newest checkpoint of a run directory that is not damaged; without `contents`, only its state is read whole.
-    Raises `ConfigError` where there is none."""
+    """The newest checkpoint of a run directory that is not damaged; without `contents`, only its state is read
+    completely. Raises `ConfigError` if there is none."""
     path, state, _ = _newest(directory, contents)
     return path, state
 
 
 def _newest(directory: Path, contents: bool) -> tuple[Path, RunState, dict[Path, str]]:
-    """The newest good checkpoint, and what is wrong with each newer one."""
+    """The newest good checkpoint, and the fault of each newer one."""
     damaged = dict[Path, str]()
     for path in _numbered(directory):
         try:
@@ -121,7 +121,7 @@ def _newest(directory: Path, contents: bool) -> tuple[Path, RunState, dict[Path,
 
 
 def _read_checkpoint(path: Path, contents: bool) -> RunState:
-    """Raises `ManifestError` or `RecordFormatError` where it is damaged."""
+    """Raises `ManifestError` or `RecordFormatError` if it is damaged."""
     check_manifest(path, _STATE, contents=contents)
     where = str(path / _STATE)
     try:
@@ -144,8 +144,8 @@ def _numbered(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Extent of a run's records: the last step, when it ended, and the number of periods. `damaged` names the files
-    that lost lines, with the number of lines."""
+    """Extent of a run's records: the last step, its end, and the number of periods. `damaged` names the files that lost
+    lines, with the number of lines."""
 
     step: int = 0
     time: float = 0.0
@@ -155,7 +155,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """An interrupted run, as `--resume` finds it."""
+    """An interrupted run, as found by `--resume`."""
 
     checkpoint: Path
     state: RunState
@@ -170,9 +170,9 @@ class Interrupted:
 
 
 def read_interrupted(directory: Path) -> Interrupted:
-    """State that an interrupted run left; a damaged checkpoint newer than the one found is renamed to `<name>.damaged`.
-    Raises `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` where the run cannot be resumed
-    from, and `DiskError`."""
+    """State of an interrupted run; a damaged checkpoint newer than the one found is renamed to `<name>.damaged`. Raises
+    `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` if the run cannot be resumed, and
+    `DiskError`."""
     check_kinds(directory)
     checkpoint, state, damaged = _newest(directory, contents=True)
     history = read_history(directory, state.step)
@@ -187,8 +187,8 @@ def read_interrupted(directory: Path) -> Interrupted:
 
 
 def check_kinds(directory: Path) -> None:
-    """Whether each name in a run directory is of what a run makes under it: opening something else could wait for ever,
-    or write elsewhere. Raises `ConfigError`."""
+    """Check that each name in a run directory has the kind that a run gives it: opening something else could wait for
+    ever, or write elsewhere. Raises `ConfigError`."""
     for path in directory.iterdir():
         if path.suffix in (".jsonl", ".json", ".html") and not stat.S_ISREG(path.lstat().st_mode):
             raise ConfigError(f"name: {path} is not a regular file; remove it, or start again with --overwrite")
@@ -199,11 +199,10 @@ def check_kinds(directory: Path) -> None:
 def allocation_in_force(
     before: JournalReplay, workers: Sequence[Worker], holds: Mapping[str, int]
 ) -> Allocation | None:
-    """Last duties of the workers, in the buckets that were in force; `holds` are the tokens that each shape holds.
-
-    A slot that was lost gets its last duty again. An engine whose shape has no bucket any more serves the longest
-    contexts. All engines on lent devices are in their bucket, if there was one, recalled or not. None where workers or
-    engines are others by now, or no engine holds the longest contexts."""
+    """Last duties of the workers, in the buckets in force; `holds` are the tokens that each shape holds. A lost slot
+    gets its last duty again. An engine whose shape has no bucket any more serves the longest contexts. All engines on
+    lent devices are in their bucket, if there was one, recalled or not. None if workers or engines have changed, or no
+    engine holds the longest contexts."""
     engines = {duty.shape for duty in before.worked.values() if duty.shape is not None}
     own = {worker.id for worker in workers if worker.lent is None}
     if not own <= set(before.worked) <= {worker.id for worker in workers} or not engines <= set(holds):
@@ -224,9 +223,9 @@ def allocation_in_force(
 
 
 def cut_back(directory: Path, step: int) -> Recorded:
-    """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped,
-    those that a loss of power left torn (records are not forced to disk), and records of later steps. Raises
-    `RecordFormatError` where a file is missing: a run makes all of them before its first checkpoint."""
+    """Prepare the files of an interrupted run to continue after `step`. Drops unfinished lines, lines that a loss of
+    power left torn (records are not forced to disk), and records of later steps. Raises `RecordFormatError` if a file
+    is missing: a run makes all of them before its first checkpoint."""
     for path in (directory / f"{name}.jsonl" for name in RECORDS):
         if not path.exists():
             raise RecordFormatError(f"{path} is missing; restore it, or start again with --overwrite")
@@ -265,7 +264,7 @@ def _keep(path: Path, records: Sequence[Record]) -> None:
 
 
 def _drop_torn(path: Path) -> int:
-    """Leave out whole lines that are not JSON objects; returns how many. Raises `RecordFormatError` at an object that
+    """Drop whole lines that are not JSON objects; returns their number. Raises `RecordFormatError` at an object that
     does not match its checksum."""
     with writing(path):
         drop_partial_line(path)

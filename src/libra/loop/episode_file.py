@@ -1,15 +1,14 @@
 """Finished episodes on disk, and the step that trained on each, for a resumed run to continue from.
 
-Invariant: the files say, in the order in which it happened, which group was started under which version, which episodes
-finished with which tokens, log-probs and versions, and which groups each batch took. An episode is written before it
-counts, and a batch before it is trained on. So the state of a run at its end follows from its checkpoint: the batches
-after it are taken again, of the same episodes in the same order, and the groups that are left are under way as they
-were. No episode is of a version that no batch before it makes.
+Invariant: the files record, in order, the start version of each group, the tokens, log-probs and versions of each
+finished episode, and the groups of each batch. An episode is written before it counts, and a batch before it is trained
+on. So the state of a run at its end follows from its checkpoint: the later batches are taken again, from the same
+episodes in the same order, and the remaining groups are in flight as before. An episode's version is always made by a
+batch before it.
 
-Every line is with the operating system when it is written, so it outlives the controller; `sync`, once a step and off
-the event loop, makes it outlive the machine. The lines of a file are a chain of checksums. With every checkpoint a new
-segment begins; when the checkpoint is complete, the segments that neither it nor the checkpoint before needs are
-deleted.
+Every line goes to the operating system at once, so it outlives the controller; `sync`, once a step and off the event
+loop, makes it outlive the machine. The lines of a file are a chain of checksums. With every checkpoint a new segment
+begins; when the checkpoint is complete, the segments that neither it nor the checkpoint before needs are deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from libra.config.sealed_line import unsealed
-from libra.loop.rollout import Episode
+from libra.loop.episode import Episode
 from libra.records.files import ChainedFile, LineFile, drop_partial_line, whole_lines
 
 _NAME = "episodes-{:05d}.jsonl"
@@ -33,7 +32,7 @@ _NUMBERED = re.compile(r"episodes-(\d{5,9})\.jsonl")
 
 
 class EpisodeFileError(ValueError):
-    """Files of episodes that cannot be resumed from. The message names file and line."""
+    """Files of episodes that cannot be resumed. The message names file and line."""
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
@@ -41,7 +40,7 @@ class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields
 
 
 class _Segment(_Line, frozen=True, tag="segment"):
-    """The first line of a file: the steps made when it begins, and the groups under way with their start versions."""
+    """The first line of a file: the steps made before it, and the groups in flight with their start versions."""
 
     step: int
     groups: tuple[tuple[int, int], ...]
@@ -74,7 +73,7 @@ class EpisodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class TakenBatch:
-    """The groups that version `version` was made of, oldest first."""
+    """The groups behind version `version`, oldest first."""
 
     version: int
     groups: tuple[EpisodeGroup, ...]
@@ -82,7 +81,7 @@ class TakenBatch:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Batches and episodes after the checkpoint of `step`, as far as they outlived the run."""
+    """Batches and episodes after the checkpoint of `step`, as far as they survived."""
 
     step: int
     batches: tuple[TakenBatch, ...] = ()  # in the order of their versions
@@ -91,15 +90,15 @@ class History:
 
     @property
     def version(self) -> int:
-        """The weight version that the last batch taken makes."""
+        """The weight version that the last batch makes."""
         return self.step + len(self.batches)
 
 
 class EpisodeFile:
-    """Writes the files. Raises `DiskError` where it cannot."""
+    """Writes the files. Raises `DiskError` if it cannot."""
 
     def __init__(self, directory: Path, step: int, groups: Sequence[EpisodeGroup]) -> None:
-        """Goes on with the last file of the directory, or begins the first; `groups` are under way."""
+        """Continues the last file of the directory, or begins the first; `groups` are in flight."""
         self._directory = directory
         segments = _segments(directory)
         if segments and _is_empty(self._path(segments[-1])):  # it was cut off before its first line was whole
@@ -128,8 +127,8 @@ class EpisodeFile:
             del self._started_in[group]
 
     def begin_segment(self, step: int) -> None:
-        """Begin a segment for a checkpoint of `step`, later than any complete one. The checkpoint covers what was
-        written so far, and nothing that follows."""
+        """Begin a segment for a checkpoint of `step`, later than any complete one. The checkpoint covers everything
+        written so far, and nothing later."""
         number = self._number + 1
         file = ChainedFile(self._path(number))
         try:  # nothing may follow in a file that has no head
@@ -142,7 +141,8 @@ class EpisodeFile:
         self._needed = min([number, *(segment for _, segment in self._started_in.values())])
 
     def forget_older(self) -> None:
-        """The checkpoint that the segment began with is complete: delete what neither it nor the one before needs."""
+        """Note that the checkpoint of this segment is complete: delete the segments that neither it nor the one before
+        needs."""
         for number in _segments(self._directory):
             if number < self._needed_before:
                 self._path(number).unlink()
@@ -206,7 +206,7 @@ class _Fold:
         self._finished: list[Episode] = []
 
     def before_checkpoint(self, line: _Line) -> None:
-        """Only groups that were under way at the checkpoint matter; the others have been trained on by then."""
+        """Only groups in flight at the checkpoint matter; the others have been trained on by then."""
         if isinstance(line, _Finished) and line.group in self._started:
             self._add(line)
 
@@ -266,7 +266,7 @@ def _segments(directory: Path) -> list[int]:
 
 
 def _head(path: Path) -> _Segment | None:
-    """The first line of a segment; None where a kill came before its end."""
+    """The first line of a segment; None if a kill came before its end."""
     for _, line in _read(path):
         if not isinstance(line, _Segment):
             raise EpisodeFileError(f"{path}:1: not the head of a segment; the file is damaged")

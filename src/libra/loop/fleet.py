@@ -1,9 +1,9 @@
-"""The rollout engines that are in service, as the router sees them, and the weights that they hold.
+"""The rollout engines in service, for the router, and the weights that they hold.
 
 Invariant: an engine is in service from the moment it holds weights until it is retired or lost; one that borrows from
 an agent is in service even before. It is in the view of a turn only while its weights are new enough for the turn.
-Every change of the fleet wakes all that wait for one. An engine loads a version whole, from its own node's memory, or
-not at all. Weights lost with a node are published again, as long as a core replica holds the same.
+Every change of the fleet wakes all its waiters. An engine loads a version whole, from its own node's memory, or not at
+all. Weights lost with a node are published again, if a core replica still holds the same version.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ServingFleet:
         """The router's view for a turn that needs room for `turn_tokens` more and weights of `version` or newer. It
         leaves out engines with older weights, with a shape that has no bucket in the allocation, or on a recalled
         device. A `seeded` turn, which samples from its own seed, gets no engine on a lent device: those compute prompts
-        in parts, and on CPUs vLLM then cannot keep to a seed."""
+        in parts, and vLLM on CPUs then does not reproduce a seed."""
         buckets = {bucket.shape: index for index, bucket in enumerate(self._allocation.buckets)}
         return View(
             instances=tuple(
@@ -87,7 +87,7 @@ class ServingFleet:
         self._announce()
 
     def remove(self, name: str) -> ServingEngine | None:
-        """Take an engine out of service; None when it was not in it."""
+        """Take an engine out of service; None if it is not in service."""
         instance = self._instances.pop(name, None)
         if instance is not None:
             self.policy.instance_gone(name)
@@ -125,7 +125,7 @@ class RunObserver(PoolObserver, Protocol):
         ...
 
     def load(self, worker: str) -> None:
-        """An engine begins to take new weights."""
+        """An engine begins to load new weights."""
         ...
 
     def recalled(self, worker: str, why: str) -> None:
@@ -133,7 +133,7 @@ class RunObserver(PoolObserver, Protocol):
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """An engine has taken new weights, and stood still for `seconds`."""
+        """An engine has loaded new weights, and paused for `seconds`."""
         ...
 
 
@@ -152,7 +152,7 @@ class PublishedWeights:
         self.current = current
 
     async def load(self, engine: Engine) -> float:
-        """Have the engine take the current weights between two iterations; returns the seconds it stood still. Raises
+        """Have the engine take the current weights between two iterations; returns the seconds of the pause. Raises
         `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         order = self.current
         await self._bring(order, engine.link)

@@ -1,24 +1,24 @@
 """Groups of episodes in progress, and the batch that a step makes of finished groups.
 
 Invariant: a group starts only while bounded staleness admits it, and none is dropped. An episode is on file before it
-counts, and so is the batch that took it. A batch is a function of its groups in their order, so that a step which is
-replayed from the same groups trains on the same samples.
+counts, and so is the batch that took it. A batch is a function of its groups in their order, so a replayed step of the
+same groups trains on the same samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from libra.backends.grpo.grpo import group_advantages
 from libra.backends.transport.trainer_messages import Sample
 from libra.config.run import ConfigError, TrainingConfig
 from libra.environments.protocol import Prompt
+from libra.loop.episode import Episode, EpisodeMaker
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.recorder import Recorder
-from libra.loop.rollout import Episode, Rollout
 from libra.route.admission import Admission
 
 
@@ -29,7 +29,7 @@ class Groups:
     training: TrainingConfig
     seed: int
     prompts: Sequence[Prompt]
-    rollout: Rollout
+    rollout: EpisodeMaker
     recorder: Recorder
     episodes: EpisodeFile
     history: History  # what an interrupted run left
@@ -47,12 +47,12 @@ class Groups:
         self._failure: Exception | None = None
 
     def require_sound(self) -> None:
-        """Raise what an episode raised."""
+        """Raise the error of an episode, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     def take_up(self) -> None:
-        """Continue the groups that an interrupted run had in progress, with the episodes that have finished."""
+        """Continue the groups in progress of an interrupted run, with their finished episodes."""
         for group in self.history.groups:
             try:
                 self._admission.resume(_name(group.number), group.started_at, group.episodes.values())
@@ -90,7 +90,7 @@ class Groups:
         return [episodes for _, episodes in groups]
 
     async def cancel(self) -> None:
-        """End all episodes where they are."""
+        """End all episodes at once."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -154,7 +154,11 @@ class StepBatch:
 
     def staleness(self, version: int) -> list[int]:
         """Versions between each episode's oldest token and the policy that the step to `version` trains."""
-        return [version - 1 - min(v for v in episode.versions if v >= 0) for episode in self.episodes]
+        return [version - 1 - min(_versions(episode)) for episode in self.episodes]
+
+
+def _versions(episode: Episode) -> Iterator[int]:
+    return (version for e in episode.contexts for version in e.versions if version >= 0)
 
 
 def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
@@ -171,7 +175,8 @@ def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
             continue
         samples += [
             Sample(e.trajectory.id, e.tokens, e.generated, e.logprobs, e.versions, advantage)
-            for e, advantage in zip(group, advantages, strict=True)
+            for episode, advantage in zip(group, advantages, strict=True)
+            for e in episode.contexts
         ]
-    generated = sum(episode.trajectory.generated_tokens for episode in episodes)
+    generated = sum(e.trajectory.generated_tokens for episode in episodes for e in episode.contexts)
     return StepBatch(tuple(episodes), samples, count, without_signal, generated)

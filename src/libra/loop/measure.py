@@ -1,7 +1,7 @@
 """Time this machine's engines and trainers: the profile that the planner prices with.
 
 Invariant: every number is measured on the workers that the run will use, at their device's pace and with all other
-devices busy, as in the run. Where measuring fails, no worker is still at it.
+devices busy, as in the run. After a failure no worker is still measuring.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SAMPLE_LENGTHS = (14, 22, 31, 40, 52, 68, 90, 120)  # tokens; a batch of agent 
 async def measure(
     executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, hardware: str, model: str
 ) -> DeviceProfile:
-    """Measure all workers at once, with samples as for steps of `trajectories` trajectories. It takes seconds on the
+    """Measure all workers at once, with samples for steps of `trajectories` trajectories. It takes seconds on the
     examples' tiny models. Raises `WorkerLostError`, `WorkerFailedError` or `TimeoutError` when a worker is lost."""
     workers = executor.allocation()
     switch = await _switch_cost(executor, engines, trajectories)
@@ -76,8 +76,8 @@ async def measure(
 async def measure_plain(
     executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, profile: DeviceProfile
 ) -> DeviceProfile:
-    """`profile` with the costs of engines that hand no KV over. They start again for it, now without preparing for the
-    handover. Raises what `measure` raises."""
+    """`profile` with the costs of engines that hand no KV over. They restart without support for it. Raises the errors
+    of `measure`."""
     workers = executor.allocation()
     await _restart(executor, [entry.handle.name for entry in _engines(executor)])
     _, fit = await _side_by_side(executor, engines, trajectories)
@@ -87,8 +87,8 @@ async def measure_plain(
 
 
 async def try_loans(fleet: ServingFleet, size: ShapeConfig) -> None:
-    """Keep every lent engine, all of this size, busy with turns that are thrown away, until this is cancelled. Their
-    grants meanwhile are what a run can count on before its first step."""
+    """Keep every lent engine, all of this size, busy with discarded turns, until this is cancelled. A run counts on
+    these grants before its first step."""
 
     async def busy(entry: ServingEngine) -> None:
         with suppress(WorkerLostError):
@@ -123,8 +123,8 @@ async def _side_by_side(
 
 
 async def _switch_cost(executor: RunExecutor, shapes: Mapping[str, ShapeConfig], trajectories: int) -> SwitchCost:
-    """Seconds a device is out of service when it becomes an engine or a replica: restarts of running workers, not their
-    first start, which on a fresh machine also pays for cold disk caches. The others are kept busy meanwhile."""
+    """Seconds that a device is out of service when it becomes an engine or a replica. These are restarts of running
+    workers, not first starts, which on a new machine include cold disk caches. The others are kept busy meanwhile."""
     loads = await executor.processes.reload()
     engine, *others = _engines(executor)
     joins: list[float]
@@ -147,7 +147,7 @@ async def _restart(executor: RunExecutor, workers: Sequence[str]) -> list[float]
 
 def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
     """The engines in service on devices of the run's own, in the order of their names. Lent ones are left out, since
-    their measurement would delay serving. Raises `WorkerLostError` where there is none."""
+    their measurement would delay serving. Raises `WorkerLostError` if there is none."""
     own = [entry for entry in executor.processes.fleet.instances() if not entry.handle.lent]
     engines = tuple(sorted(own, key=lambda entry: entry.handle.name))
     if not engines:
@@ -156,15 +156,15 @@ def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
 
 
 async def _all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Results of all `work`. Raises what one of them raised once all have ended: a worker that is still being measured
-    would keep others waiting."""
+    """Results of all `work`. Raises the error of one once all have ended: a worker that is still being measured would
+    keep others waiting."""
     tasks = [asyncio.create_task(each) for each in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
 
 
 async def _handover_cost(executor: RunExecutor) -> HandoverCost | None:
-    """Cost of handing a context over; None where no engine can, or none holds a context of two blocks."""
+    """Cost of handing a context over; None if no engine can, or none holds a context of two blocks."""
     handover = executor.processes.fleet.handover
     if handover is None:
         return None
@@ -177,7 +177,7 @@ async def _handover_cost(executor: RunExecutor) -> HandoverCost | None:
 
 
 async def _handover_rows(entry: ServingEngine, handover: KVHandover) -> list[tuple[int, float]]:
-    """Tokens, and seconds to save and to take their KV."""
+    """Tokens, and seconds to save and to fetch their KV."""
     most = entry.capacity_tokens // BLOCK_TOKENS if handover.place(entry.handle) is not None else 0
     if most < 2:
         return []
@@ -198,7 +198,7 @@ async def _handover_rows(entry: ServingEngine, handover: KVHandover) -> list[tup
 
 
 async def _frames(handover: KVHandover, blocks: int) -> KVTransfer:
-    """Lease `blocks` frames, waiting until the process of a lost engine that has some of them has ended."""
+    """Lease `blocks` frames; waits until the process of a lost engine with some of them has ended."""
     for _ in range(int(_GONE_SECONDS / _LOOK_SECONDS)):
         if (transfer := handover.leases.lease(blocks)) is not None:
             return transfer
@@ -231,7 +231,7 @@ async def _engine_rows(entry: ServingEngine, size: ShapeConfig) -> list[_Row]:
 
 
 async def _closed_loop(entry: ServingEngine, sequences: int, context: int, tag: str) -> _Row:
-    """Short turns that come and go while the engine is full."""
+    """Short turns that start and end while the engine is full."""
     handle = entry.handle
     waiting = asyncio.Semaphore(2 * sequences)  # as many again wait inside the engine
     fewest, most = _TURN_TOKENS
@@ -257,7 +257,7 @@ async def _closed_loop(entry: ServingEngine, sequences: int, context: int, tag: 
 
 
 def _training_points(trajectories: int) -> MeasureTraining:
-    """Quarter, half and whole of what one replica gets when two share a step, in uneven samples."""
+    """A quarter, half and whole of one replica's tokens when two share a step, in uneven samples."""
     most = max(4, trajectories // 2)
     return MeasureTraining([_sample_lengths(max(1, most // part)) for part in (4, 2, 1)], 2 * _REPEATS)
 

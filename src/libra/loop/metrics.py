@@ -1,7 +1,6 @@
-"""A run's numbers, counted as it goes on and exported to Prometheus.
-
-Invariant: the run also writes every number into its records, if only when the step ends. A scrape changes nothing.
-Numbers only grow, except those of the last step.
+"""A run's numbers, counted during the run and exported to Prometheus. ¶ Invariant: the run also writes every number
+into its records, some only when the step ends. A scrape changes nothing. Numbers only grow, except those of the last
+step.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ def _summary(name: str, words: str, spell: Spell) -> SummaryMetricFamily:
 
 
 class MetricsEndpoint:
-    """Serves what `recorder` knows, as soon as there is one."""
+    """Serves the numbers of `recorder`, as soon as there is one."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
@@ -186,7 +185,7 @@ class MetricsEndpoint:
     @classmethod
     @asynccontextmanager
     async def open(cls, config: MetricsConfig) -> AsyncIterator[Self]:
-        """Answers while this is entered, if a port is configured. Raises `ConfigError` where the port is taken."""
+        """Answers within this context, if a port is configured. Raises `ConfigError` if the port is in use."""
         endpoint = cls()
         if config.port is None:
             yield endpoint

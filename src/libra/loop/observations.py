@@ -17,8 +17,8 @@ from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.exec.ratio import Ratio
 from libra.lengths import LengthTracker
+from libra.loop.episode import Episode
 from libra.loop.fleet import ServingEngine
-from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.plan.options.slots import make_tracker
 from libra.plan.price_bias import PeriodSeconds, PriceBias
@@ -70,7 +70,7 @@ class LoanCounters:
 
     @property
     def share(self) -> float:
-        """The share; 1 before anything was seen."""
+        """The share; 1 before any observation."""
         return min(1.0, max(_LEAST_SHARE, self._granted.value * self._there.value))
 
     def observe(self, instances: Iterable[ServingEngine]) -> None:
@@ -131,11 +131,11 @@ class Observations:
         self.replanner = self._make_replanner(LengthTracker.restore(snapshot))
 
     def _make_replanner(self, tracker: LengthTracker) -> Replanner:
-        """A replanner. The first allocation is the user's, not a plan whose lifetime tells how long plans hold."""
+        """A replanner. The first allocation is the user's, so its lifetime says nothing about plans."""
         return Replanner(period=self._planner.period, tracker=tracker, holds=self._planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
-        """Learn from finished episodes, and from the bucket limits that they were routed by; none: not known."""
+        """Learn from finished episodes, and from the bucket limits of their routing; none: not known."""
         self.replanner.observe(episode.trajectory for episode in episodes)
         if not limits:
             return
@@ -190,7 +190,7 @@ class Observations:
         self.profile = replace(self.profile, switch=measured)
 
     def site(self, devices: tuple[Device, ...], current: Allocation | None) -> SlotSite:
-        """These devices with their `current` allocation, at the costs that are known now."""
+        """These devices with their `current` allocation, at the latest known costs."""
         return SlotSite(
             self._training,
             self._engines,

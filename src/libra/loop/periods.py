@@ -1,7 +1,6 @@
-"""Predictions held against what happened: periods of equal allocation, and the decisions between them.
-
-Invariant: a prediction is made before the steps that it is of. A period in which a worker changed role is marked and
-ends with the change, so that every other period, a settled one, measures one allocation. Prices learn from those alone.
+"""Predictions compared with measurements: periods of equal allocation, and the decisions between them. ¶ Invariant: a
+prediction is made before its steps. A period in which a worker changed role is marked and ends with the change, so
+every other period, a settled one, measures one allocation. Prices learn only from settled periods.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Open:
 
 
 class Periods:
-    """The open period, and the decisions whose outcome is not known yet."""
+    """The open period, and the decisions with unknown outcome."""
 
     def __init__(
         self, recorder: Recorder, learn: Callable[[Prediction, PeriodSeconds, bool], PriceBias], first: int = 0
@@ -67,7 +66,7 @@ class Periods:
         self._open = _Open(step, allocation, priced, predicted, switching, [])
 
     def step(self, seconds: float) -> None:
-        """One step was made. Outside a period (nothing could be predicted) it counts for none."""
+        """Note a step. Outside a period (nothing could be predicted) it counts for none."""
         if self._open is not None:
             self._open.seconds.append(seconds)
 
@@ -79,10 +78,10 @@ class Periods:
     def end(self, hindsight: Callable[[], Prediction | None], without_change: Callable[[], Stayed | None]) -> None:
         """Close the open period, record the outcome of a waiting decision, and let prices learn.
 
-        They learn from `hindsight`, the period's own allocation priced with what was measured in it: changes of lengths
-        and speeds are tracked as such, and would be corrected twice. `without_change` prices the allocation that the
-        decision left, for the work as it is now, before prices learn: the time in the new allocation is no evidence of
-        the old one.
+        They learn from `hindsight`, the price of the period's own allocation by its measurements: changes of lengths
+        and speeds are tracked already, and would be corrected twice. `without_change` prices the old allocation of the
+        decision for the current work, before prices learn: the time in the new allocation is no evidence of the old
+        one.
         """
         if self._open is None or not self._open.seconds:
             return
@@ -124,7 +123,7 @@ class Periods:
             self._recorder.decision(self._waiting)
 
     def dropped(self) -> None:
-        """The taken decision was not carried out: no measurement is its outcome."""
+        """The taken decision was not carried out, so no measurement is its outcome."""
         self._waiting = None
 
     def _settle(self, found: PeriodSeconds, without_change: Callable[[], Stayed | None]) -> None:

@@ -1,7 +1,6 @@
 """Checks of a run's configuration before anything is started.
 
-Invariant: a run that cannot work is refused here in one line that names the key and the remedy, and leaves nothing
-behind.
+Invariant: an impossible run is refused here in one line that names the key and the remedy, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from typing import Any
 
 import psutil
 
+from libra.backends.chat_format import ChatFormat
 from libra.backends.devices import inventory, slot_devices
+from libra.backends.tiny_model import kv_bytes_per_token
 from libra.config.cache import cache_directory
 from libra.config.extras import install_command
 from libra.config.input_file import read_input
@@ -31,12 +32,15 @@ from libra.config.run import (
     StartConfig,
     TrainingConfig,
 )
-from libra.cost.engine_memory import held_bytes
+from libra.cost.engine_memory import context_bytes, held_bytes
 from libra.cost.quantization import AS_STORED
 from libra.cost.train_memory import CONTEXT as TRAINER_CONTEXT
+from libra.environments.protocol import Environment
+from libra.environments.served import ServedEnvironment
 from libra.hardware.model_file import load_model
 from libra.loop.run_directory import can_be_written, check_not_running, check_run_directory
 from libra.loop.tracking import check_tracking
+from libra.loop.warmup import no_demonstrations
 from libra.plan.options.slots import longest_context
 from libra.route.custom import load_policy
 
@@ -57,13 +61,20 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     check_not_running(config.run_directory)
     _check_launcher(config.cluster)
     devices = slot_devices(config.cluster) if config.cluster.launcher == "local" else ()
-    _check_model_directory(config.model.directory, bool(devices) or config.cluster.device == "cuda")
+    _check_model_directory(config.model.directory)
     servers = 0 if config.lending is None else config.lending.servers
     if devices:
         _check_gpus(config)
-    elif config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
+    elif config.cluster.placement is not None and any(len(slot) > 1 for slot in config.cluster.placement):
+        most = max(config.cluster.placement, key=len)
+        raise ConfigError(
+            f"cluster.placement: a replica or an engine on devices {', '.join(map(str, most))}, and a CPU slot is one"
+            " device; give one for each slot, or plan for engines and training on one device each"
+        )
+    if not devices and config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
         borrowers = min(servers, config.lent_devices)  # an agent's engine is where its server is
-        _check_memory(config.cluster, config.training, config.model, servers + borrowers)
+        kv_bytes = max(shape.kv_tokens for shape in config.engines.values()) * _kv_bytes(config.model)
+        _check_memory(config.cluster, config.training, config.model, servers + borrowers, kv_bytes)
         _check_cores(config.cluster, servers)
     if config.cluster.ray_address is None:
         _check_port(config.cluster.port)
@@ -78,8 +89,20 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     check_run_directory(config, resume, overwrite)
 
 
+def check_environment(config: RunConfig, environment: Environment | ServedEnvironment) -> None:
+    """Whether an environment that plays its episodes itself has a model that can chat, and enough tasks. Raises
+    `ConfigError`."""
+    if not isinstance(environment, ServedEnvironment):
+        return
+    if config.model.directory is None or config.warm_up.steps > 0:
+        raise ConfigError(no_demonstrations(config.environment.kind))
+    ChatFormat(config.model.directory)
+    environment.prompts("train", config.environment.train_prompts, config.seed)
+    environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
+
+
 def _check_cache() -> None:
-    """Warm models and measured costs are kept there; a home may be read-only."""
+    """Check the directory for warm models and measured costs; a home may be read-only."""
     if not can_be_written(cache := cache_directory()):
         raise ConfigError(f"{cache} cannot be written; set XDG_CACHE_HOME to a directory that you may write to")
 
@@ -94,7 +117,7 @@ def _check_launcher(cluster: ClusterConfig) -> None:
 
 
 def _check_ray_address(address: str) -> None:
-    """Ray itself would try a wrong one for minutes."""
+    """Check the address here, since Ray itself would try a wrong one for minutes."""
     remedy = "run libra on a node of the cluster, and give auto, or the HOST:PORT that `ray start` printed"
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or address.startswith("ray://"):
@@ -105,7 +128,7 @@ def _check_ray_address(address: str) -> None:
         raise ConfigError(f"cluster.ray_address: nothing answers at {address} ({error}); {remedy}") from None
 
 
-def _check_model_directory(directory: Path | None, on_gpus: bool) -> None:
+def _check_model_directory(directory: Path | None) -> None:
     if directory is None:
         return
     if not directory.is_dir():
@@ -118,18 +141,15 @@ def _check_model_directory(directory: Path | None, on_gpus: bool) -> None:
             raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
-    if not on_gpus and _model_config(directory).get("tie_word_embeddings", False):
-        # vLLM's CPU backend keeps a packed copy of a tied output layer, which a weight update leaves behind.
-        raise ConfigError(
-            f"model.directory: {directory} ties its word embeddings, which engines on CPU cannot update; save it with"
-            " tie_word_embeddings false and an lm_head of its own"
-        )
+    _model_config(directory)
 
 
-def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int) -> None:
-    """`beside` counts servers, and engines on their devices, in addition to the workers."""
+def _check_memory(
+    cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int, kv_bytes: int
+) -> None:
+    """`beside` counts servers and engines on their devices, in addition to the workers; `kv_bytes` are of an engine."""
     free = psutil.virtual_memory().available
-    each = WORKER_BYTES + _TRAINED_COPIES * _weight_bytes(model)
+    each = WORKER_BYTES + max(_TRAINED_COPIES * _weight_bytes(model), kv_bytes)
     peers = (cluster.core + cluster.hybrid) * (training.processes - 1)
     others = FORK_SERVER_BYTES + beside * WORKER_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
     needed = others + cluster.slots * each
@@ -164,26 +184,40 @@ def _weight_bytes(model: ModelConfig) -> int:
     return 4 * model.layers * (attention + 9 * model.hidden_size**2)
 
 
+def _kv_bytes(model: ModelConfig) -> int:
+    """Float32 bytes of one token in an engine."""
+    if model.directory is not None:
+        try:
+            return kv_bytes_per_token(model.directory, "float32")
+        except KeyError as error:
+            raise ConfigError(
+                f"model.directory: {model.directory / 'config.json'} has no {error.args[0]}; save the model there again"
+            ) from None
+    return 4 * 2 * model.layers * model.kv_heads * model.head_dim
+
+
 def _check_gpus(config: RunConfig) -> None:
-    """Whether each slot's GPUs hold a replica, and an engine of each shape: what their sizes say before one starts."""
+    """Check that each slot's GPUs hold a replica, and an engine of each shape, by their sizes."""
     cluster, training = config.cluster, config.training
     if config.lending is not None and config.lending.servers:
         raise ConfigError("lending.servers: servers of the run's own are on CPU slots; set cluster.device to cpu")
-    if training.processes != cluster.gpus:
+    if training.processes != cluster.replica_gpus:
         raise ConfigError(
-            f"training.processes is {training.processes}, and a slot has {cluster.gpus} GPU(s), one for each process;"
-            f" set it to {cluster.gpus}"
+            f"training.processes is {training.processes}, and a slot has {cluster.replica_gpus} GPU(s), one for each"
+            f" process; set it to {cluster.replica_gpus}"
         )
     if config.model.directory is None:  # a tiny one
         return
     model = load_model(config.model.directory / "config.json")
     room = cluster.share * min(gpu.memory for gpu in inventory())
-    parts = cluster.gpus if training.sharding == "fsdp2" else 1
+    parts = cluster.replica_gpus if training.sharding == "fsdp2" else 1
     needs = {"a training replica": TRAINED_BYTES * model.parameters / parts + TRAINER_CONTEXT}
+    if cluster.hybrid and any(shape.sleeps for shape in config.engines.values()):  # an engine sleeps beside it
+        needs["a training replica"] += context_bytes(cluster.engine_gpus)
     for name, shape in config.engines.items():
         budget = shape.max_num_batched_tokens or shape.max_model_len
-        held = held_bytes(model, cluster.gpus, batched_tokens=budget, seqs=shape.max_num_seqs)
-        kv = shape.kv_tokens * AS_STORED.kv_bytes_per_token(model, cluster.gpus)
+        held = held_bytes(model, cluster.engine_gpus, batched_tokens=budget, seqs=shape.max_num_seqs)
+        kv = shape.kv_tokens * AS_STORED.kv_bytes_per_token(model, cluster.engine_gpus)
         needs[f"engine {name} (engines.{name}.kv_tokens)"] = held + kv
     for who, needed in needs.items():
         if needed > room:

@@ -1,8 +1,8 @@
 """The worker processes of a run: starts, frees and ends them, and keeps engines on the current weights.
 
-Invariant: a slot has one process, and the next one only when the last is gone. Work is never lost: a turn whose engine
-changes role, or is gone, goes on elsewhere after its last token. An engine in service holds the current weights, or is
-about to take them.
+Invariant: a slot has one process that computes, and the next one only when the last is gone or sleeps. Work is never
+lost: when an engine changes role or is lost, its turns continue on others after their last token. An engine in service
+holds the current weights, or is about to load them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsP
 from libra.exec.pool import WorkerPool
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.fleet import PublishedWeights, RunObserver, ServingEngine, ServingFleet
+from libra.loop.sleeping import SleepingEngines
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
@@ -42,6 +43,7 @@ from libra.records.files import writing
 # Time for which an engine that is freed may go on with its turns. A stopped turn costs computing its context again
 # elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as stopping
 # costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al. 1988).
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _GRACE_SECONDS = 1.0
 
 # Time for which it then waits until turns have left and the KV that they want is saved; the rest is computed again.
@@ -50,7 +52,7 @@ _LEAVING_SECONDS = SAVE_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Settings that the workers of a session begin with."""
+    """Initial settings of the workers of a session."""
 
     training: TrainingConfig
     engines: Mapping[str, ShapeConfig]  # shapes in which one can be started, that on lent devices included
@@ -86,7 +88,8 @@ class SlotProcesses:
         self._layout: Ready
         self._published: PublishedWeights
         self._trainers: Trainer | None = None
-        self._handles: dict[str, Handle] = {}  # the latest of every worker
+        self._handles: dict[str, Handle] = {}  # the latest of every worker, but for engines that sleep
+        self._sleeping = SleepingEngines(self.launcher)
 
     @property
     def trainers(self) -> Trainer:
@@ -127,7 +130,11 @@ class SlotProcesses:
         engine = instance.handle
         await engine.drained(_GRACE_SECONDS)
         await engine.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
-        await engine.stop()
+        if isinstance(engine, EngineHandle) and self._sleeps(engine.link, instance.shape):
+            await self._sleeping.lay(engine, instance.shape)
+            del self._handles[worker]
+        else:
+            await engine.stop()
 
     async def start(self, worker: str, duty: Duty) -> None:
         if duty.shape is None:
@@ -148,7 +155,7 @@ class SlotProcesses:
         self.fleet.reallocate(allocation)
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
-        """Have every engine take the new weights between two of its iterations; returns the seconds of each."""
+        """Have every engine load the new weights between two of its iterations; returns the seconds of each."""
         self.journal.note(WeightsPublished(version))
         self._published.current = LoadWeights(version, buffer, checksum)
         if self.lenders is not None:
@@ -156,13 +163,16 @@ class SlotProcesses:
         return await self.reload()
 
     async def save_final(self, directory: Path) -> None:
-        """Save the trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
+        """Save the trained model, in Hugging Face layout, with the tokenizer and the chat template that it started
+        from. Raises `DiskError`."""
         await self.trainers.save(directory, optimiser=False)
         with writing(directory):
-            shutil.copy(self.settings.model / "tokenizer.json", directory / "tokenizer.json")
+            for name in _TOKENIZER:
+                if (file := self.settings.model / name).is_file():
+                    shutil.copy(file, directory / name)
 
     async def reload(self) -> list[float]:
-        """Have every engine take the current weights, if it has them or not; returns the seconds of each."""
+        """Have every engine load the current weights, even if it has them; returns the seconds of each."""
         own = []
         for entry in self.fleet.instances():
             if entry.handle.name in self.settings.loans:  # a step does not wait for a lender
@@ -173,20 +183,29 @@ class SlotProcesses:
         return [each for each in seconds if each is not None]
 
     def declare_dead(self) -> None:
-        """Find processes that are gone without notice on a channel."""
+        """Find processes that ended without a sign on a channel."""
         for handle in list(self._handles.values()):
             if not handle.lost and not self.launcher.exists(handle.link):
                 handle.declare_lost("its process is gone")
 
     async def stop(self) -> None:
         """End all in order; the launcher kills those that do not end."""
-        await asyncio.gather(*(handle.stop() for handle in self._handles.values()))
+        await asyncio.gather(self._sleeping.stop(), *(handle.stop() for handle in self._handles.values()))
 
-    async def _spawn(self, name: str) -> WorkerLink:
+    def _sleeps(self, link: WorkerLink, shape: str) -> bool:
+        """Whether an engine of this shape stays in its slot while that trains."""
+        changes_sides = Role.TRAIN in self.pool[link.name].allowed
+        return changes_sides and link.device != CPU and self.settings.engines[shape].sleeps
+
+    async def _vacated(self, name: str) -> None:
+        """Wait until nothing of the worker's latest process is left."""
         before = self._handles.get(name)
         if before is not None:
             await self.launcher.gone(before.link)
             del self._handles[name]  # not before that: the next start here has to wait for it too
+
+    async def _spawn(self, name: str) -> WorkerLink:
+        await self._vacated(name)
         try:
             link = await self.launcher.spawn(name, self.pool[name].slot)
         except ForkError as error:
@@ -234,9 +253,36 @@ class SlotProcesses:
             self.lenders.begin(RunWeights(self._layout.layout, self._layout.buffer_bytes, current))
 
     async def _start_engine(self, name: str, shape: str) -> None:
+        await self._vacated(name)
+        handle = await self._woken(name, shape) or await self._new_engine(name, shape)
+        size = self.settings.engines[shape]
+        async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
+            while handle.version != self._published.current.version:  # another may be published meanwhile
+                await self._published.load(handle)
+            self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
+
+    async def _woken(self, name: str, shape: str) -> EngineHandle | None:
+        """The engine of this shape that slept in the slot; None: there is none, or it could not wake."""
+        handle = await self._sleeping.of(name, shape)
+        if handle is None:
+            return None
+        self._handles[name] = handle  # so that `end` finds it
+        if await self._sleeping.wake(handle):
+            return handle
+        self.launcher.kill(handle.link)
+        if self.pool[name].role is Role.FAILED:
+            raise WorkerLostError(f"worker {name} was given up while its engine woke")
+        return None
+
+    async def _new_engine(self, name: str, shape: str) -> EngineHandle:
         size = self.settings.engines[shape]
         loan = self.settings.loans.get(name)
-        handle = EngineHandle(await self._spawn(name), self.lost, None if loan is None else self._recalled)
+
+        def lost(name: str, why: str) -> None:
+            if not self._sleeping.has(handle):
+                self.lost(name, why)
+
+        handle = EngineHandle(await self._spawn(name), lost, None if loan is None else self._recalled)
         self._handles[name] = handle
         device = handle.link.device
         gpus = max(1, len(device.gpus))
@@ -263,15 +309,13 @@ class SlotProcesses:
                 max_num_batched_tokens=size.max_num_batched_tokens,
                 graphs=size.graphs and device != CPU,
                 asynchronous=size.asynchronous and device != CPU and loan is None,
+                sleeps=self._sleeps(handle.link, shape),
             )
         )
-        async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
-            while handle.version != self._published.current.version:  # another may be published meanwhile
-                await self._published.load(handle)
-            self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
+        return handle
 
     async def _borrow_engine(self, name: str, shape: str) -> None:
-        """Start an engine on an agent's device. It serves once weights have arrived, which no caller waits for."""
+        """Start an engine on an agent's device. It serves once weights have arrived; no caller waits for that."""
         assert self.lenders is not None
         size = self.settings.engines[shape]
         handle = EngineHandle(await self._spawn(name), self.lost, self._recalled, self._took_weights)
@@ -280,7 +324,7 @@ class SlotProcesses:
         self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
-        """The buffer through which the engine hands KV over; None where it never will, and so needs no preparation."""
+        """The buffer through which the engine hands KV over; None if it never will, and so needs no preparation."""
         handover = self.fleet.handover
         if handle.link.device != CPU:
             return None  # a context is computed again on GPUs
@@ -289,7 +333,7 @@ class SlotProcesses:
         return handover.place(handle)
 
     async def _load_late(self, handle: Engine) -> None:
-        """Bring an engine to the weights that are current by the time it loads them."""
+        """Bring an engine to the weights that are current at the time of its load."""
         while not handle.lost and handle.version < self._published.current.version:
             wanted = self._published.current.version
             try:
@@ -315,8 +359,8 @@ class SlotProcesses:
             background(handle.vacate(_LEAVING_SECONDS))  # its turns go on elsewhere
 
     async def _load_or_lose(self, handle: Engine) -> float | None:
-        """Load the current weights; returns the seconds. An engine that cannot take them is lost, since it must not go
-        on with the old ones; returns None then."""
+        """Load the current weights; returns the seconds. An engine that cannot load them is lost, since it must not
+        continue with the old ones; returns None then."""
         try:
             return await self._published.load(handle)
         except WorkerLostError:
@@ -330,7 +374,7 @@ RunExecutor = Executor[SlotProcesses]
 
 
 def begin_session(processes: SlotProcesses) -> RunExecutor:
-    """An executor that watches over these processes; nothing is started yet."""
+    """An executor for these processes; nothing is started yet."""
     settings, journal, most = processes.settings, processes.journal, processes.settings.longest_context
     longest = {name for name, shape in settings.engines.items() if shape.max_model_len == most}
     executor = Executor(processes.pool, processes, journal, processes.observer, longest, most)

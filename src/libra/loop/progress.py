@@ -1,4 +1,4 @@
-"""Progress of a run, as shown to the person who watches it."""
+"""Progress of a run, for its user."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The run directory: everything a run writes down about itself while it goes.
-
-Invariant: what is written is on its own line and complete; a run that ends anywhere leaves files that can be read. A
-full disk is a `DiskError` that names the file.
+"""The run directory: all records of a run, written while it runs. ¶ Invariant: a record is a complete line of its own;
+a run that ends at any point leaves readable files. A full disk is a `DiskError` that names the file.
 """
 
 from __future__ import annotations
@@ -20,9 +18,10 @@ from libra.config.rooms import offered
 from libra.config.sealed_line import sealed
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
+from libra.loop.episode import Episode
 from libra.loop.metrics import Tally
-from libra.loop.rollout import Episode, TurnReport
 from libra.loop.tracking import Tracking
+from libra.loop.turn_maker import TurnReport
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
 from libra.records.files import LineFile, writing
@@ -74,7 +73,7 @@ class Recorder:
         self._away: dict[str, tuple[float, str]] = {}  # engines whose device is recalled: since when, and why
 
     def begin(self) -> None:
-        """Reinforcement learning begins, or goes on."""
+        """Note that reinforcement learning begins, or continues."""
         self._began = time.monotonic()
         what = "goes on" if self._seconds_before else "begins"
         self._write(
@@ -121,8 +120,8 @@ class Recorder:
             self._followed = None
 
     def turn(self, report: TurnReport) -> None:
-        """Record a served turn. Those that changed engines are written with the reason. The timeline shows all turns of
-        one episode at a time: hundreds run at once, and following one shows its queues, tools and moves."""
+        """Record a served turn, with the reason if it changed engines. The timeline shows all turns of one episode at a
+        time: hundreds run at once, and following one shows its queues, tools and moves."""
         if self._began is not None and self._followed is None:
             self._followed = report.trajectory
         if report.trajectory == self._followed:
@@ -155,7 +154,7 @@ class Recorder:
         self._count(worker, self._devices.turns(worker, change, self._moment()))
 
     def tools(self, worker: str, change: int) -> None:
-        """The number of episodes that wait for a tool, of those which this engine served last, changes."""
+        """The number of episodes that wait for a tool, and were last served by this engine, changes."""
         self._devices.tools(worker, change, self._moment())
 
     def meet(self, workers: Iterable[Worker]) -> None:
@@ -181,7 +180,7 @@ class Recorder:
         self._devices.stepped(step_parts(result), result.publish_seconds, self._moment())
 
     def hold_back(self, held_back: bool) -> None:
-        """Whether there are groups that staleness does not let start yet."""
+        """Whether there are groups that staleness does not allow to start yet."""
         self._devices.hold_back(held_back, self._moment())
 
     def device_seconds(self) -> Seconds:
@@ -193,12 +192,12 @@ class Recorder:
         return self._devices.under_way()
 
     def take_device_seconds(self, until: float) -> Seconds:
-        """`device_seconds` since the last call, until this second of reinforcement learning, which is just over."""
+        """`device_seconds` since the last call, until the end of the current second of reinforcement learning."""
         assert self._began is not None
         return self._devices.take(until - self._seconds_before + self._began - self._started)
 
     def moved(self, moved: MoveOutcome) -> None:
-        """Record a move that ended; if it is not done, the event says what the worker does now."""
+        """Record a finished move; if it failed, the event names the worker's present duty."""
         move = moved.move
         self.tally.moved(moved)
         if moved.outcome == "done":
@@ -253,11 +252,11 @@ class Recorder:
             self._recalls[worker].append((since[0], self._moment(), since[1]))
 
     def load(self, worker: str) -> None:
-        """An engine begins to take new weights."""
+        """An engine begins to load new weights."""
         self._devices.load(worker, self._moment())
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """An engine has taken new weights, and stood still for `seconds`."""
+        """An engine has loaded new weights, and paused for `seconds`."""
         self._devices.loaded(worker, seconds, self._moment())
         with self._drawing() as (timeline, now):
             timeline.work(worker, f"load v{version}", now - seconds, now)
@@ -292,7 +291,7 @@ class Recorder:
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Timeline, float]]:
-        """The timeline and the moment on it."""
+        """The timeline and the present moment on it."""
         with writing(self._timeline_path):
             yield self._timeline, self._moment()
 

@@ -1,7 +1,6 @@
-"""Decides when to plan again, and has the plan carried out, while the steps go on.
-
-Invariant: a decision is made from this run's measurements, for the workers that there are, and carried out during the
-steps; one at a time. A lost worker is planned around as soon as no move is in progress.
+"""Decides when to plan again, and has the plan carried out during the steps. ¶ Invariant: a decision is made from this
+run's measurements, for the present workers, and carried out during the steps; one at a time. After a loss, a new plan
+is made as soon as no move is in progress.
 """
 
 from __future__ import annotations
@@ -56,18 +55,18 @@ class ReplanController:
 
     @property
     def urgent(self) -> bool:
-        """Whether a loss waits to be planned around."""
+        """Whether a loss still requires a new plan."""
         return self._lost and (self._task is None or self._task.done())
 
     def worker_lost(self) -> None:
-        """The pool is less than the plan wants: plan again at the next boundary."""
+        """The pool has fewer workers than the plan: plan again at the next boundary."""
         self._lost = True
         self.periods.mark_switching()
         self.changed()
 
     def begin(self, step: int) -> None:
         """Begin the first period after `step`. A run that borrows plans before its first step: whether a loan pays, and
-        for which contexts, depends on the grants, which were unknown when the configuration was written."""
+        for which contexts, depends on grants that were unknown when the configuration was written."""
         self._step = step
         self._lost = self._any_idle()  # lost before this controller could plan around it
         borrows = any(worker.lent is not None for worker in self.executor.pool.healthy())
@@ -81,7 +80,7 @@ class ReplanController:
         self.periods.step(seconds)
 
     def at_boundary(self) -> None:
-        """Close a period that is over, and decide where a decision is due. Raises what a decision raised."""
+        """Close a period that is over, and decide if a decision is due. Raises the error of a decision."""
         self.require_sound()
         ended = self._task is not None and self._task.done()
         if ended:
@@ -96,14 +95,14 @@ class ReplanController:
             self._next_period(decide=self.adaptive or self._any_idle())
 
     def require_sound(self) -> None:
-        """Raise what a decision raised."""
+        """Raise the error of a decision, if there is one."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             error = self._task.exception()
             if error is not None:
                 raise error
 
     async def finish(self) -> None:
-        """Make no further change: a move in progress ends; a plan that is not carried out yet is dropped."""
+        """Make no further change: a move in progress ends; a plan that has not begun is dropped."""
         if self._task is None:
             return
         if self._applying:
@@ -136,12 +135,12 @@ class ReplanController:
         self._begin_period(switching=self._applying or forced, tried=tried)
 
     def _hindsight(self) -> Prediction | None:
-        """The price of the current allocation, for the work and at the speeds that are measured by now."""
+        """The price of the current allocation, for the latest measured work and speeds."""
         allocation = self.executor.allocation()
         return None if allocation is None else self._price(allocation, tried=True, ahead=False)
 
     def _without_change(self) -> Stayed | None:
-        """Step seconds of the allocation that was left last, for the work as it is tracked now."""
+        """Step seconds of the allocation before the last change, for the currently tracked work."""
         if self._left is None:
             return None
         priced = self._price(self._left, self._keeps_ranges_of(self._left), ahead=False)
@@ -152,7 +151,7 @@ class ReplanController:
         return Stayed(stayed.step, bias.error(stayed.bottleneck) * stayed.step)
 
     def _keeps_ranges_of(self, allocation: Allocation) -> bool:
-        """Whether buckets now have the ranges of that allocation, so that its router hits are known."""
+        """Whether the buckets have the ranges of that allocation, so its router hits are known."""
         now = self.executor.allocation()
         return now is not None and now.ranges == allocation.ranges
 
@@ -166,8 +165,8 @@ class ReplanController:
             self.periods.begin(self._step + 1, allocation.describe(), priced, predicted, switching)
 
     def _price(self, allocation: Allocation, tried: bool, ahead: bool = True) -> Prediction | None:
-        """The price of an allocation: for the work forecast of the next period, or, unless `ahead`, for the work as it
-        is tracked now; None where it does not fit."""
+        """The price of an allocation for the forecast work of the next period, or, unless `ahead`, for the currently
+        tracked work; None if it does not fit."""
         site, replanner = self._site(allocation if tried else None), self.observations.replanner
         [question] = site.questions([replanner.forecast(site) if ahead else replanner.scenario(site)])
         return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
@@ -176,8 +175,8 @@ class ReplanController:
         return self.observations.site(self.executor.pool.devices(), current)
 
     async def _decide(self, steps_left: int, untried: bool = False) -> None:
-        """Plan, decide, and carry the decision out, while the steps go on. A current allocation that is `untried` is no
-        safer than the proposed one: uncertain work or prices are then no reason to keep it."""
+        """Plan, decide, and carry the decision out, during the steps. An `untried` current allocation is no safer than
+        the proposed one: uncertain work or prices are then no reason to keep it."""
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
             # Without a lent device nothing is wrong; but one that came back is borrowed again.

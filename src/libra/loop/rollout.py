@@ -1,8 +1,8 @@
-"""The agent loop: generate a turn, call the tool it asks for, route the next turn by what came back.
+"""The agent loop: generate a turn, call the tool that it requests, route the next turn by the tool's return.
 
 Invariant: tokens in, tokens out. Generated tokens enter the sample as the ids that an engine sampled, with their
-log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that asks for
-it, even where engines are lost.
+log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that requests
+it, even if engines are lost.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol, TypeVar
 
 from libra.backends.protocols import Trainer
-from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
+from libra.loop.episode import Episode, EpisodeMaker
 from libra.loop.fleet import ServingFleet
-from libra.loop.running_turn import Draft, RunningTurn
+from libra.loop.running_turn import Draft
+from libra.loop.turn_maker import RolloutObserver, TurnMaker
 from libra.records.schema import Evaluation
-from libra.route.policy import Placement, ToolReturn
-from libra.trajectory import ToolStatus, Trajectory, Turn
+from libra.route.policy import ToolReturn
+from libra.trajectory import ToolStatus, Turn
 
 T = TypeVar("T")
 
@@ -31,47 +31,6 @@ class Codec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """A finished trajectory and the tokens it is made of. The four lists have one entry per token."""
-
-    trajectory: Trajectory
-    tokens: list[int]
-    generated: list[bool]
-    logprobs: list[float]
-    versions: list[int]  # -1 where not generated
-    reward: float
-    turn_buckets: tuple[int, ...]  # bucket in which each turn ended
-
-
-@dataclass(frozen=True, slots=True)
-class TurnReport:
-    """One engine's part in a turn, for the timeline and the routing log."""
-
-    trajectory: str
-    worker: str
-    tokens: int
-    seconds: float  # at the engine, its queue included
-    placement: Placement
-    change: ContextMove | None  # of engines, before this engine's part
-
-
-class RolloutObserver(Protocol):
-    """Receives the turns and tools of episodes."""
-
-    def turn(self, report: TurnReport) -> None:
-        """An engine's part in a turn is over."""
-        ...
-
-    def turns(self, worker: str, change: int) -> None:
-        """The number of turns at an engine changes."""
-        ...
-
-    def tools(self, worker: str, change: int) -> None:
-        """The number of episodes that wait for a tool, of those which this engine served last, changes."""
-        ...
 
 
 class Rollout:
@@ -90,15 +49,16 @@ class Rollout:
         self._environment = environment
         self._tools = {name: environment.tools[name] for name in tools}
         self._codec = codec
-        self._fleet = fleet
         self._longest_context = longest_context
         self._observer, self._now = observer, now
         stop = codec.encode(environment.stop)
         if len(stop) != 1:
             raise ValueError(f"the stop text {environment.stop!r} must be one token of the model, not {len(stop)}")
-        self._stop_token = stop[0]
-        self._requests = 0
-        self.generated_tokens = 0
+        self._turns = TurnMaker(environment.name, stop[0], fleet, observer)
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._turns.generated_tokens
 
     async def episode(
         self,
@@ -110,14 +70,12 @@ class Rollout:
         seed: int | None = None,
         version: int = -1,
     ) -> Episode:
-        """Run one episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
-        generated before; with a `seed` its sampling is drawn from that. It uses no weights older than `version`."""
         draft = Draft(id, prompt, due, temperature, fresh, self._now(), seed=seed, version=version)
         draft.given(self._codec.encode(prompt.text))
         draft.prompt_tokens = len(draft.tokens)
         returned: ToolReturn | None = None
         while True:
-            turn = await self._generate(draft, returned)
+            turn = await self._turns.make(draft, self._environment.turn_tokens, returned)
             text = self._codec.decode(turn)
             call = self._environment.parse(text)
             last_chance = len(draft.turns) + 1 >= self._environment.max_turns
@@ -137,33 +95,8 @@ class Rollout:
             draft.turns.append(Turn(len(turn), call.tool, status, len(back), seconds))
             returned = ToolReturn(call.tool, status, len(back))
 
-    async def _generate(self, draft: Draft, returned: ToolReturn | None) -> list[int]:
-        """The tokens of the next turn, from one engine or several in turn."""
-        environment, start = self._environment, len(draft.tokens)
-        turn = RunningTurn(draft, environment.name, self._fleet, environment.turn_tokens, self._stop_token, returned)
-        while True:
-            placement = turn.place()
-            if placement is None:
-                await self._fleet.changed()
-                continue
-            self._requests += 1
-            began, before = time.monotonic(), len(draft.tokens)
-            draft.engine = placement.instance
-            self._observer.turns(draft.engine, 1)
-            try:
-                await turn.serve(placement, f"{draft.id}/{len(draft.turns)}#{self._requests}")
-            finally:
-                self._observer.turns(draft.engine, -1)
-            tokens = len(draft.tokens) - before
-            self.generated_tokens += tokens
-            seconds = time.monotonic() - began
-            self._observer.turn(TurnReport(draft.id, placement.instance, tokens, seconds, placement, turn.change))
-            if turn.over:
-                draft.buckets.append(placement.bucket)
-                return draft.tokens[start:]
-
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
-        """The tool's reply, classified by how the call ended, never by its text."""
+        """The tool's reply, classified by the way the call ended, never by its text."""
         environment = self._environment
         tool = self._tools.get(call.tool)
         if tool is None:
@@ -180,27 +113,11 @@ class Rollout:
 
     def _finish(self, draft: Draft, turn: list[int], text: str) -> Episode:
         draft.turns.append(Turn(len(turn), None, None, 0))
-        reward = self._environment.reward(draft.prompt, text)
-        versions = [version for version in draft.versions if version >= 0]
-        trajectory = Trajectory(
-            id=draft.id,
-            prompt_id=draft.prompt.id,
-            task=self._environment.name,
-            prompt_tokens=draft.prompt_tokens,
-            turns=tuple(draft.turns),
-            reward=reward,
-            policy_version=min(versions),
-            finished=True,
-            started_at=draft.started_at,
-        )
-        self._fleet.policy.finished(trajectory)
-        return Episode(
-            trajectory, draft.tokens, draft.generated, draft.logprobs, draft.versions, reward, tuple(draft.buckets)
-        )
+        return self._turns.finish(draft, self._environment.reward(draft.prompt, text))
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:
-    """Result of `call` within `deadline` seconds, else TimeoutError. A call that goes on when it is cancelled is left
+    """Result of `call` within `deadline` seconds, else TimeoutError. A call that ignores its cancellation is left
     alone. A call that cancels itself raises an error, and does not end the episode."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(_let_go)
@@ -217,7 +134,7 @@ async def _within(deadline: float, call: Awaitable[T]) -> T:
 
 
 def _let_go(task: asyncio.Future[T]) -> None:
-    """Retrieve a late exception, so that asyncio does not log it: the caller has stopped waiting."""
+    """Retrieve a late exception after the caller has stopped waiting, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -228,13 +145,13 @@ _CHECKED = 12  # episodes
 
 
 async def evaluate(
-    rollout: Rollout, prompts: Sequence[Prompt], name: str, step: int, temperature: float
+    rollout: EpisodeMaker, prompts: Sequence[Prompt], name: str, step: int, temperature: float
 ) -> tuple[Evaluation, list[Episode]]:
     """Accuracy of the weights after `step` over `prompts`, sampled at `temperature` and greedy; also returns the
     sampled episodes.
 
-    A question is sampled from the same seed in every evaluation, so that two of them differ by their policies rather
-    than by luck (common random numbers).
+    A question has the same seed in every evaluation, so two evaluations differ by their policies rather than by chance
+    (common random numbers).
     """
     under_way = asyncio.Semaphore(_AT_ONCE)
 
@@ -255,7 +172,7 @@ async def evaluate(
 
 
 async def logprob_gap(
-    rollout: Rollout, trainers: Trainer, prompts: Sequence[Prompt], label: str, version: int, temperature: float
+    rollout: EpisodeMaker, trainers: Trainer, prompts: Sequence[Prompt], label: str, version: int, temperature: float
 ) -> float:
     """Largest difference of a generated token's log-prob between engine and trainer, over fresh episodes. They are
     sampled at `temperature`, with the `version` of the weights that the trainer has."""

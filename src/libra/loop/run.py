@@ -1,6 +1,5 @@
-"""`libra run`: bring everything up, warm up, measure, post-train, evaluate, and leave nothing behind.
-
-Invariant: whatever ends a run (its last step, an error, Ctrl-C), its workers are gone and its files can be read.
+"""`libra run`: start all workers, warm up, measure, post-train, evaluate, and end all workers. ¶ Invariant: whatever
+ends a run (its last step, an error, Ctrl-C), its workers are gone and its files are readable.
 """
 
 from __future__ import annotations
@@ -8,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +20,9 @@ from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
 from libra.backends.machine import choose
 from libra.config.run import ClusterConfig, ConfigError, RunConfig
 from libra.environments.protocol import Environment
+from libra.environments.served import ServedEnvironment
 from libra.loop.checkpoint import read_interrupted
+from libra.loop.episode_server import EpisodeServer
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.progress import RunProgress
 from libra.loop.run_directory import record_config
@@ -34,9 +35,16 @@ from libra.report.live import Display
 _MEMORY_SECONDS = 20.0  # between two looks; one costs tens of milliseconds of CPU time for each large process
 
 
-async def run(config: RunConfig, environment: Environment, display: Display, resume: bool) -> RunSummary:
-    """Make one whole run in `config.run_directory`, which exists; or, with `resume`, the rest of one. Returns its
-    summary; also writes it. Raises `ConfigError` where that run has made more steps than the configuration has."""
+async def run(
+    config: RunConfig,
+    environment: Environment | ServedEnvironment,
+    display: Display,
+    resume: bool,
+    planned: str = "",
+) -> RunSummary:
+    """Make one whole run in `config.run_directory`, which exists; or, with `resume`, the rest of one. `planned` are the
+    words of the plan that it carries out. Returns its summary; also writes it. Raises `ConfigError` where that run has
+    made more steps than the configuration has."""
     directory = config.run_directory
     began = time.monotonic()
     before = read_interrupted(directory) if resume else None
@@ -49,6 +57,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         MetricsEndpoint.open(config.metrics) as metrics,
         _launcher(config.cluster, directory / "logs") as launcher,
         MemoryWatch(launcher.processes) as memory,
+        _playing(environment) as server,
     ):
         progress = RunProgress(config.name, config.training.steps, display)
         if metrics.address is not None:
@@ -61,7 +70,9 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         config = config.computing_in(choice.precision)
         record_config(config)
         model = await warm_model(config, environment, launcher, choice.precision, progress.warm_up)
-        session = Session(config, environment, progress, launcher, metrics, memory.peak, choice, model, began, before)
+        session = Session(
+            config, environment, server, progress, launcher, metrics, memory.peak, choice, model, began, before, planned
+        )
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
         main = asyncio.create_task(session.run())
         broken: list[BaseException] = []
@@ -88,16 +99,27 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
                 session.files.close()
 
 
+@asynccontextmanager
+async def _playing(environment: Environment | ServedEnvironment) -> AsyncIterator[EpisodeServer | None]:
+    """The server for the episodes of an environment that plays them itself."""
+    if not isinstance(environment, ServedEnvironment):
+        yield None
+        return
+    async with EpisodeServer.open() as server, environment.opened(server.url, server.key):
+        yield server
+
+
 def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager[WorkerLauncher]:
     if cluster.launcher == "local":
-        return LocalLauncher.open(logs, slot_devices(cluster))
+        places = [slot[0] for slot in cluster.placement or ()]
+        return LocalLauncher.open(logs, slot_devices(cluster), places)
     from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
     return open_on_ray(cluster, logs)
 
 
 class MemoryWatch:
-    """Watches this process, and those under `roots`, while it is entered."""
+    """Watches this process, and those under `roots`, within its context."""
 
     def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
         self._roots = roots
@@ -117,7 +139,7 @@ class MemoryWatch:
                 await self._task
 
     async def peak(self) -> int:
-        """Peak memory so far, in bytes, this moment included."""
+        """Peak memory in bytes until now."""
         self._peak = max(self._peak, await asyncio.to_thread(self._proportional_set_size))
         return self._peak
 

@@ -1,7 +1,6 @@
-"""The directory of a run: its lock, whether a run can start or go on in it, and its `config.json`.
-
-Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when
-the process ends, however it ends.
+"""The directory of a run: its lock, the checks whether a run can start or resume in it, and its `config.json`. ¶
+Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when the
+process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _RESUMED_AS_STARTED = (
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, which is made where there is none. Raises `ConfigError` where another process
-    holds it or something else has its name, `DiskError` where the file cannot be made."""
+    """Hold the lock of a run directory, which is made if it does not exist. Raises `ConfigError` if another process
+    holds it or something else has its name, `DiskError` if the file cannot be made."""
     path = directory / LOCK
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ConfigError(f"name: {path} is not a regular file; remove it")
@@ -62,15 +61,15 @@ class _RunningError(ConfigError):
 
 
 def check_not_running(directory: Path) -> None:
-    """Raises `ConfigError` where another process runs in the directory, whose files then change under any check."""
+    """Raises `ConfigError` if another process runs in the directory, whose files may then change during any check."""
     if (process := running_process(directory)) is not None:
         raise _RunningError(directory, process)
 
 
 def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> RunConfig:
-    """Empty the run directory if `overwrite`; `config.json` marks it as a run's from its first moment. The caller holds
+    """Empty the run directory if `overwrite`; `config.json` marks it as a run's from the first moment. The caller holds
     its lock. The directory is checked again: another run may have begun and ended since. Returns the configuration of
-    the run: one that is resumed keeps the arithmetic that `auto` once chose. Raises `ConfigError`, `DiskError`."""
+    the run: a resumed run keeps the arithmetic that `auto` once chose. Raises `ConfigError`, `DiskError`."""
     directory = config.run_directory
     check_run_directory(config, resume, overwrite)
     if overwrite:
@@ -91,7 +90,7 @@ def record_config(config: RunConfig) -> None:
 
 
 def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> None:
-    """Whether a run can start, or go on, in its directory. Raises `ConfigError`."""
+    """Check that a run can start, or resume, in its directory. Raises `ConfigError`."""
     directory = config.run_directory
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other: one goes on from what the other deletes")
@@ -135,8 +134,7 @@ def _started_with(directory: Path) -> dict[tuple[str | None, str], Any]:
 
 
 def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], Any]) -> None:
-    """Groups that are under way must mean the same prompts and be of the same size, and replayed steps must be the ones
-    that were made."""
+    """Check that groups in flight have the same prompts and size, and that replayed steps are those that were made."""
     now = config.model_dump(mode="json")
     for (section, key), old in before.items():
         new = (now if section is None else now[section])[key]
@@ -149,12 +147,12 @@ def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], An
 
 
 def _files(directory: Path) -> list[Path]:
-    """All that a run has left in its directory; the lock does not count."""
+    """All files of a run in its directory, except the lock."""
     return [path for path in directory.iterdir() if path.name != LOCK]
 
 
 def can_be_written(directory: Path) -> bool:
-    """Whether files can be made in a directory, or in the nearest one above it that is there."""
+    """Whether files can be made in a directory, or in the nearest existing one above it."""
     nearest = next(
         parent
         for parent in (directory, *directory.absolute().parents)
@@ -164,7 +162,7 @@ def can_be_written(directory: Path) -> bool:
 
 
 def _writable(directory: Path) -> bool:
-    """Whether a file can really be made there: root passes every permission bit, and a read-only disk none."""
+    """Whether a file can really be made there: root passes every permission check, but not a read-only disk."""
     probe = directory / f".libra-probe-{os.getpid()}"
     try:
         probe.touch()

@@ -1,9 +1,8 @@
-"""One turn of an episode, on one engine or several in turn.
-
-Invariant: whatever ends an engine's part in a turn (loss, a stop, a move to a longer bucket), the next engine goes on
-after the last token that arrived. So one engine makes each token, and none that arrived is lost. The policy gets the
-tool return before the turn once, and the turn itself as in a simulation: a turn that is placed again starts with the
-tokens that it has; one that moves because it overran its bucket is still the one that was placed.
+"""One turn of an episode, on one engine or several in sequence. ¶ Invariant: whatever ends an engine's part in a turn
+(loss, a stop, a move to a longer bucket), the next engine continues after the last token that arrived. So one engine
+makes each token, and none that arrived is lost. The policy gets the tool return before the turn once, and the turn
+itself as in a simulation: a turn that is placed again starts with its present tokens; one that moves because it
+exceeded its bucket counts as placed once.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from libra.trajectory import Turn
 class Draft:
     """An episode in progress: the tokens of its context, and which of them were generated.
 
-    The four lists have one entry per token at any moment. What engines report is entered as it comes, so a turn that is
-    cut short leaves the context from which any other engine can go on with it.
+    The four lists have one entry per token at any moment. Reports of engines are entered as they arrive, so an
+    interrupted turn leaves a context from which any other engine can continue.
     """
 
     id: str
@@ -49,11 +48,11 @@ class Draft:
     version: int = -1  # of the weights that its group was started under: older ones may not make it
 
     def sampling_seed(self) -> int | None:
-        """The seed for the next tokens. A turn that goes on elsewhere does not draw the same again."""
+        """The seed for the next tokens. A turn that continues on another engine does not repeat its draws."""
         return None if self.seed is None else zlib.crc32(f"{self.seed} {len(self.tokens)}".encode())
 
     def given(self, tokens: list[int]) -> None:
-        """Tokens that no engine sampled: the prompt, what a tool returned."""
+        """Tokens that no engine sampled: the prompt, and tool returns."""
         self.tokens += tokens
         self.generated += [False] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
@@ -79,7 +78,7 @@ class RunningTurn:
         stop_token: int,
         returned: ToolReturn | None = None,
     ) -> None:
-        """The turn starts where `draft` ends, after what a tool `returned`, and ends with `stop_token` or after
+        """The turn starts where `draft` ends, after the tool return `returned`, and ends with `stop_token` or after
         `most_tokens`."""
         self._draft, self._task, self._fleet = draft, task, fleet
         self._stop_token = stop_token
@@ -100,7 +99,7 @@ class RunningTurn:
         return len(tokens) >= self._limit or (len(tokens) > self._start and tokens[-1] == self._stop_token)
 
     def place(self) -> Placement | None:
-        """Place the turn where it goes on; None: no engine can hold it now."""
+        """Choose the engine that continues the turn; None: no engine can hold it now."""
         if self._destination is not None:
             (placement, engine), self._destination = self._destination, None
             if self._fleet.serves(engine):
@@ -116,7 +115,7 @@ class RunningTurn:
         return self._fleet.policy.tool_returned(self._request, returned, view)
 
     async def serve(self, placement: Placement, name: str) -> None:
-        """Have the engine of `placement` run the turn until it is over or stopped, or the engine leaves or is gone."""
+        """Have the engine of `placement` run the turn until it is over or stopped, or the engine leaves or is lost."""
         draft, before = self._draft, len(self._draft.tokens)
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
@@ -149,11 +148,11 @@ class RunningTurn:
 
     @property
     def _room(self) -> int:
-        """Tokens that the turn may yet need beyond the context of its request."""
+        """Tokens that the turn may still need beyond the context of its request."""
         return self._limit - self._request.context_tokens
 
     async def _bring(self, salt: str | None) -> KVTransfer | None:
-        """Have the KV of the context brought to its engine, where another one has it and that pays."""
+        """Bring the KV of the context to its engine, if another one has it and that pays."""
         draft, handover, self.change = self._draft, self._fleet.handover, None
         if handover is None or draft.kv_engine is None or draft.kv_engine is self._engine:
             return None
@@ -169,7 +168,7 @@ class RunningTurn:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask the policy whether to move a turn that has generated what its placement foresaw."""
+        """Ask the policy whether to move a turn that has generated the expected tokens of its placement."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
         view = self._fleet.view(self._room, self._draft.version, self._draft.seed is not None)

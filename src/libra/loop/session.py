@@ -1,4 +1,4 @@
-"""One session of a run: its parts wired together, from the first worker to the summary."""
+"""One session of a run: its parts connected, from the first worker to the summary."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from libra.backends.chat_format import ChatFormat
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.machine import LIBRARIES, Choice, versions
 from libra.backends.tiny_model import TokenizerCodec
 from libra.config.run import LENT, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.environments.protocol import Environment, Prompt
+from libra.environments.served import ServedEnvironment
 from libra.exec.journal import Journal, RunEnded
 from libra.loop.checkpoint import Interrupted, Recorded, missing_trajectories
+from libra.loop.episode import EpisodeMaker
 from libra.loop.episode_file import EpisodeFile, History
+from libra.loop.episode_server import EpisodeServer
+from libra.loop.fleet import ServingFleet
 from libra.loop.groups import Groups
 from libra.loop.measure import try_loans
 from libra.loop.metrics import MetricsEndpoint
@@ -26,9 +31,11 @@ from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout, evaluate, logprob_gap
+from libra.loop.served_rollout import ServedRollout
 from libra.loop.session_workers import SessionWorkers
 from libra.loop.tracking import Tracking
 from libra.loop.training_loop import TrainingLoop
+from libra.loop.turn_maker import TurnMaker
 from libra.records.causes import device_words, total
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
@@ -36,7 +43,7 @@ from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSum
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """The run's records, and those that an interrupted run left."""
+    """The run's records, and those of an interrupted run."""
 
     history: History
     recorded: Recorded
@@ -49,7 +56,7 @@ class _Records:
 class _Rollouts:
     """The maker of episodes, the held-out questions, and the observations of episodes."""
 
-    rollout: Rollout
+    rollout: EpisodeMaker
     heldout: Sequence[Prompt]
     observations: Observations
 
@@ -59,7 +66,8 @@ class Session:
     """One session of a run, in `config.run_directory`."""
 
     config: RunConfig
-    environment: Environment
+    environment: Environment | ServedEnvironment
+    server: EpisodeServer | None  # of an environment that plays its episodes itself
     progress: RunProgress
     launcher: WorkerLauncher
     metrics: MetricsEndpoint
@@ -68,6 +76,7 @@ class Session:
     model: Path
     began: float  # when this process started it
     before: Interrupted | None  # what an interrupted run left
+    planned: str = ""  # the plan that the run carries out, in words; empty: none was given
     files: ExitStack = field(default_factory=ExitStack)  # to be closed when nothing of the session is under way
 
     async def run(self) -> RunSummary:
@@ -83,6 +92,8 @@ class Session:
             journal=records.journal,
             progress=self.progress,
         )
+        if self.planned:
+            records.recorder.event("plan", None, self.planned)
         try:
             return await self._run(records, workers)
         finally:
@@ -124,7 +135,7 @@ class Session:
         return summary
 
     def _open_records(self) -> _Records:
-        """The files of the run directory, made whole where an interrupted run left gaps in them."""
+        """The files of the run directory, repaired where an interrupted run left gaps."""
         directory, before = self.config.run_directory, self.before
         history = before.history if before is not None else History(0)
         recorded = before.recorded if before is not None else Recorded()
@@ -148,11 +159,20 @@ class Session:
         observations = Observations(
             config.planner, config.training, config.engines, profile, environment.turn_tokens, lent
         )
-        tools, codec = config.environment.tools, TokenizerCodec(self.model)
-        rollout = Rollout(environment, tools, codec, fleet, executor.longest_context, recorder, recorder.now)
+        rollout = self._maker(fleet, executor.longest_context, recorder)
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         observations.counters.gained(fleet.instances())
         return _Rollouts(rollout, heldout, observations)
+
+    def _maker(self, fleet: ServingFleet, longest_context: int, recorder: Recorder) -> EpisodeMaker:
+        environment = self.environment
+        if isinstance(environment, ServedEnvironment):
+            assert self.server is not None
+            chat = ChatFormat(self.model)
+            turns = TurnMaker(environment.name, chat.stop_token, fleet, recorder)
+            return ServedRollout(environment, chat, self.server, turns, longest_context, recorder.now)
+        tools, codec = self.config.environment.tools, TokenizerCodec(self.model)
+        return Rollout(environment, tools, codec, fleet, longest_context, recorder, recorder.now)
 
     async def _evaluate_start(self, parts: _Rollouts, workers: SessionWorkers) -> Evaluation:
         """Evaluate before the first step; a resumed run has its evaluation already."""
@@ -205,7 +225,7 @@ class Session:
             records.recorder,
             records.episodes,
             records.history,
-            lambda episode: observations.observe([episode], fleet.limits),
+            lambda episode: observations.observe(episode.contexts, fleet.limits),
             lambda: controller.periods.predicted_seconds,
         )
         return TrainingLoop(
@@ -230,7 +250,7 @@ class Session:
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float
     ) -> RunSummary:
-        """The summary of all sessions, but for memory and time of devices; `started`: trajectories."""
+        """The summary of all sessions, except for memory and device time; `started`: trajectories."""
         config, directory = self.config, self.config.run_directory
         trained = steps * config.training.trajectories
         seconds_before = self.before.seconds if self.before is not None else 0.0

@@ -1,6 +1,6 @@
 """The workers of one session of a run, from their pool to the first allocation in service.
 
-Invariant: they begin in the allocation in which an interrupted run left them, where that is still possible.
+Invariant: they begin in the last allocation of an interrupted run, if that is still possible.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from libra.route.custom import load_policy, restore_policy
 
 
 class SessionObserver:
-    """Records changes of the pool, and calls all `planners` at losses and when slots are back."""
+    """Records changes of the pool, and notifies all `planners` of losses and returned slots."""
 
     def __init__(self, recorder: Recorder, progress: RunProgress) -> None:
         self._recorder, self._progress = recorder, progress
@@ -98,7 +98,7 @@ class SessionWorkers:
         self.observer.planners.append(self.recovery.worker_lost)
 
     async def start(self) -> DeviceProfile:
-        """Bring all workers into service; returns their costs, measured now where they are not known yet."""
+        """Bring all workers into service; returns their costs, measured now if they are not known yet."""
         config, executor, recovery, profile = self.config, self.executor, self.recovery, self._profile
         if self.borrowing is not None:
             await self.borrowing.start(self.progress.phase)
@@ -136,7 +136,7 @@ class SessionWorkers:
         return borrowing
 
     def _make_executor(self, pool: WorkerPool) -> RunExecutor:
-        """An executor of workers that begin from the run's state; engines hand KV over where that is known to pay."""
+        """An executor of workers that begin from the run's state; engines hand KV over if that is known to pay."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
         name = config.routing.policy
         policy = (
@@ -168,7 +168,7 @@ class SessionWorkers:
         )
 
     def _first_allocation(self, pool: WorkerPool) -> Allocation:
-        """The allocation of the configuration, or the one that was in force when the run was interrupted."""
+        """The allocation of the configuration, or the one in force when the run was interrupted."""
         before = self.before
         if before is None:
             return _start_allocation(self.config)

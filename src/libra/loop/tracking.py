@@ -1,7 +1,6 @@
-"""A run's numbers for the experiment tracker that the user has: Weights & Biases, Trackio, TensorBoard or MLflow.
-
-Invariant: a tracker is never the reason why a run ends. One that fails is named once, gets nothing more, and the run's
-own records are complete without it. Where a tracker sends is its own configuration, such as WANDB_MODE.
+"""A run's numbers for the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow. ¶ Invariant: a
+tracker never ends a run. One that fails is named once and gets nothing more; the run's own records are complete without
+it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Tracker(Protocol):
 
 
 class _Wandb:
-    """Weights & Biases, or Trackio, which has the same functions."""
+    """Weights & Biases, or Trackio, with the same functions."""
 
     def __init__(self, module: Any, config: RunConfig) -> None:
         self._module = module
@@ -85,7 +84,7 @@ _TRACKERS: Mapping[str, Callable[[RunConfig], Tracker]] = MappingProxyType(
 
 
 def check_tracking(config: RunConfig) -> None:
-    """Raise `ConfigError` where the tracker's library is not installed."""
+    """Raise `ConfigError` if the tracker's library is not installed."""
     if config.tracking is not None and find_spec(config.tracking) is None:
         raise ConfigError(
             f"tracking: {config.tracking} is not installed; pip install {config.tracking}, or leave it out"
@@ -139,8 +138,8 @@ class Tracking:
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
-    """Values of a step by name: `libra/plan/*` of the split, `libra/pool/*` of the devices, `libra/router/*` of what is
-    generated, and what trainers log themselves."""
+    """Values of a step by name: `libra/plan/*` of the split, `libra/pool/*` of the devices, `libra/router/*` of the
+    generated turns, and the usual values of trainers."""
     total = sum(sum(causes.values()) for causes in record.device_seconds.values())
     causes: dict[str, float] = {}
     for its in record.device_seconds.values():

@@ -1,7 +1,7 @@
 """The steps of a post-training run: asynchronous GRPO on workers that Libra divides between generating and training.
 
-Invariant: weights are published before the next batch is taken. A run that was interrupted goes on from its checkpoint:
-it replays the steps after it, from the batches that they were made of, and takes up the groups that were under way.
+Invariant: weights are published before the next batch is taken. An interrupted run continues from its checkpoint: it
+replays the later steps from their batches, and continues the groups in flight.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from libra.backends.protocols import StepResult, Trainer
 from libra.config.run import TrainingConfig
 from libra.exec.journal import CheckpointWritten, Journal
 from libra.loop.checkpoint import Recorded, RunState, save_checkpoint
+from libra.loop.episode import EpisodeMaker
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import ServingFleet
 from libra.loop.groups import Groups, StepBatch, episode_id, make_batch
@@ -23,7 +24,6 @@ from libra.loop.process_controller import RunExecutor
 from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
-from libra.loop.rollout import Rollout
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
 
@@ -47,7 +47,7 @@ class TrainingLoop:
     executor: RunExecutor
     trainers: Trainer
     fleet: ServingFleet
-    rollout: Rollout
+    rollout: EpisodeMaker
     groups: Groups
     observations: Observations
     controller: ReplanController
@@ -67,7 +67,7 @@ class TrainingLoop:
         self.controller.changed = self.groups.progress.set
 
     async def run(self) -> None:
-        """Make the remaining steps. Raises whatever an episode or a decision raised."""
+        """Make the remaining steps. Raises the error of an episode or a decision."""
         try:
             self._take_up_knowledge()
             self._generated = self.rollout.generated_tokens
@@ -90,7 +90,7 @@ class TrainingLoop:
     # --- what an interrupted run left --------------------------------------------------------------------------------
 
     def _take_up_knowledge(self) -> None:
-        """Learn from the episodes that finished after the checkpoint; forget those that did not, which begin again."""
+        """Learn from the episodes that finished after the checkpoint; forget the unfinished ones, which begin again."""
         self.observations.observe(self.history.finished, self.fleet.limits)
         for episode in self.history.finished:
             self.fleet.policy.finished(episode.trajectory)
@@ -100,7 +100,7 @@ class TrainingLoop:
                     self.fleet.policy.forget(episode_id(group.number, index))
 
     async def _replay_steps(self) -> None:
-        """Make the steps after the checkpoint again. Only a step whose record is missing, the last one, is recorded."""
+        """Make the steps after the checkpoint again. Only the last step, if its record is missing, is recorded."""
         if not self.history.batches:
             return
         self.recorder.phase(Phase.AGAIN)

@@ -1,7 +1,6 @@
-"""The supervised start: a policy that acts, if poorly, made from demonstrations.
-
-Invariant: the warm model depends on its configuration, the environment and the seed alone, so it can be kept and
-reused: three runs that differ in their learning rate start from the same weights.
+"""The supervised start: a policy that acts, imperfectly, trained on demonstrations. ¶ Invariant: the warm model depends
+only on its configuration, the environment and the seed, so it can be cached and reused: three runs that differ in their
+learning rate start from the same weights.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
 from libra.backends.transport.messages import Acknowledged, Precision
 from libra.backends.transport.trainer_messages import SaveCheckpoint, WarmedUp, WarmUp
 from libra.config.cache import cache_directory, cache_key
-from libra.config.run import RunConfig
+from libra.config.run import ConfigError, RunConfig
 from libra.environments.protocol import Environment
+from libra.environments.served import ServedEnvironment
 from libra.loop.rollout import Codec
 from libra.plan.options.slots import longest_context
 
@@ -34,15 +34,17 @@ _FINAL_RATE = 0.05  # of the learning rate, reached linearly
 
 async def warm_model(
     config: RunConfig,
-    environment: Environment,
+    environment: Environment | ServedEnvironment,
     launcher: WorkerLauncher,
     precision: Precision,
     progress: Callable[[int, int, float], None],
 ) -> Path:
-    """The directory of the model that reinforcement learning starts from; made now, or found from an earlier run.
-    `progress` is called after every step with the step, the number of steps, and the loss."""
+    """The directory of the initial model of reinforcement learning; made now, or found from an earlier run. `progress`
+    is called after every step with the step, the number of steps, and the loss."""
     if config.model.directory is not None and config.warm_up.steps == 0:
         return config.model.directory
+    if isinstance(environment, ServedEnvironment):
+        raise ConfigError(no_demonstrations(config.environment.kind))
     target = cache_directory() / "warm" / _key(config, environment, precision)
     if target.is_dir():
         return target
@@ -58,6 +60,14 @@ async def warm_model(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def no_demonstrations(kind: str) -> str:
+    """Why an environment that plays its episodes itself cannot warm up a model."""
+    return (
+        f"environment.kind: {kind} has no demonstrations for a warm-up: give a model that can chat as model.directory,"
+        " and set warm_up.steps to 0"
+    )
 
 
 async def _train(

@@ -49,7 +49,7 @@ class Allocation:
 
     def without(self, shapes: Collection[str]) -> Allocation:
         """The allocation without the engines of `shapes`: the next longer bucket serves their ranges. If they include
-        the last bucket, nothing serves the longest contexts."""
+        the last bucket, no engine serves the longest contexts."""
         left: list[Bucket] = []
         for bucket in self.buckets:
             if bucket.shape not in shapes:
@@ -70,5 +70,5 @@ class Allocation:
 
     @property
     def ranges(self) -> tuple[tuple[str, int], ...]:
-        """Shape and longest context of each bucket: all that the router needs."""
+        """Shape and longest context of each bucket: all that a router needs."""
         return tuple((bucket.shape, bucket.up_to) for bucket in self.buckets)

@@ -37,11 +37,9 @@ ROLE_CHANGE = 4.52
 
 
 def switch_cost(request: ClusterRequest) -> SwitchCost:
-    """Assumed seconds of role changes of the request's model on its cluster, for use until some have been measured.
-
-    A replica that starts also waits for its weights and optimiser state: they may all have to cross the network of one
-    node, the slowest of the cluster.
-    """
+    """Assumed seconds of role changes of the request's model on its cluster, until some have been measured. A replica
+    that starts also waits for its weights and optimiser state, which may all have to cross the slowest network of a
+    node."""
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
     state = model.trained_parameters * training_bytes(recipe, model).total
@@ -52,8 +50,11 @@ def switch_cost(request: ClusterRequest) -> SwitchCost:
 
 
 def live_refill(request: ClusterRequest) -> float:
-    """Device seconds to prefill all live contexts again, on the engines for which that takes longest. `1 + staleness`
-    batches are live, as many as may be in flight, and each context is at a random token of its generation."""
+    """Device seconds to prefill all live contexts again, on the engines that take longest.
+
+    `1 + staleness` batches are live, the most that may be in flight, and each context is at a random token of its
+    generation.
+    """
     recipe = request.recipe
     alive = (1 + recipe.staleness) * recipe.batch
     dearest = 0.0
@@ -75,7 +76,7 @@ def machine_seconds(transition: Transition, switch: SwitchCost) -> float:
 
 
 def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost, refill: float = 0.0) -> float:
-    """Seconds lost while groups of a cluster change; `refill` is `live_refill`, 0 where contexts are not lost."""
+    """Seconds lost while groups of a cluster change; `refill` is `live_refill`, or 0 if no contexts are lost."""
     if transition.before is None:
         return 0.0
     engines = {(move.worker, engine_shape(move.before)) for move in transition.moves if move.before != IDLE}
@@ -116,14 +117,14 @@ class Decision:
 
     @property
     def doubt(self) -> float:
-        """Seconds of a step that the gain has to exceed: both errors, which are independent; 0 where the current
+        """Seconds of a step that the gain has to exceed: both errors, which are independent; 0 if the current
         allocation has no price."""
         return 0.0 if self.current is None else math.hypot(self.uncertainty * self.current.step, self.price_error)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One possible outcome for the work to come."""
+    """One possible outcome for the coming work."""
 
     problem: Problem
     weight: float  # probability
@@ -134,7 +135,7 @@ class Case:
         return allocation.without(self.recalled) if self.recalled else allocation
 
     def infeasibility(self, allocation: Allocation) -> str | None:
-        """Why the allocation cannot serve the work in this case; None if it can."""
+        """Reason why the allocation cannot serve the work in this case; None if it can."""
         return infeasibility(self.problem, self.left(allocation))
 
 
@@ -187,7 +188,7 @@ def decide(
 
 def expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias = EXACT) -> Prediction:
     """The mean corrected price of an allocation over the cases; the bottleneck is that of the likeliest. Raises
-    ValueError where it does not fit one of them."""
+    ValueError if it does not fit one of them."""
     return _expected(cases, allocation, bias).step
 
 
@@ -218,8 +219,8 @@ def _expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias) ->
 def _weigh(
     step: float, gain: float, horizon_steps: float, cost: float, unsure: float, price_error: float
 ) -> tuple[bool, str]:
-    """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and the reason. The error of the
-    tracked work is `unsure` seconds of a step, that of the prices of both sides `price_error`."""
+    """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and the reason. The tracked work
+    has an error of `unsure` seconds of a step, the prices of both sides one of `price_error`."""
     if gain <= 0:
         return (
             False,

@@ -42,8 +42,8 @@ def loans_of(lent: Sequence[BorrowedEngine], allocation: Allocation) -> tuple[Lo
 
 
 def loan_cases(menu: Menu, weight: float = 1.0) -> tuple[Case, ...]:
-    """One case of the menu's problem for each possible set of recalls, the likeliest first. They divide `weight` by
-    their probabilities."""
+    """One case of the menu's problem for each possible set of recalls, the likeliest first. The cases divide `weight`
+    by their probabilities."""
     return tuple(Case(menu.problem, weight * it.probability, it.away) for it in menu.availability)
 
 

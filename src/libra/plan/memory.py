@@ -1,6 +1,6 @@
-"""Memory that a plan's devices use, as the planner counts it.
+"""Memory that a plan's devices use, by the planner's count.
 
-Invariant: the planner decided by the same numbers that engines and layouts fit. Bytes of one device.
+Invariant: the planner used the same numbers to decide that engines and layouts fit. Bytes of one device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one of the devices that share a duty."""
+    """Memory of each device of one duty."""
 
     duty: str  # "training", or the shape of the engine
     used: float
@@ -29,7 +29,7 @@ class DeviceMemory:
 
 def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
     """Memory by duty: trainers first, then the engines of each shape. Lent engines, whose memory is their owner's, are
-    left out; a plan for one machine has none. An engine uses all that it may: the rest is KV cache."""
+    left out; a plan for one machine has none. An engine uses all its allowed memory: the rest is KV cache."""
     if plan.layout is None:
         return ()
     request = plan.of_cluster

@@ -1,8 +1,9 @@
 """Planning requests from a log of trajectories, without a run.
 
-Invariant: the log is read once and in order, and all assumptions about what it lacks are stated. For a run on one
+Invariant: the log is read once and in order, and all assumptions about missing data are stated. For a run on one
 machine unfinished trajectories are left out, every group trains, the router never misses, and a tool call of unknown
-duration takes no time. For a cluster unfinished trajectories count as lower bounds, and the recipe says the rest.
+duration takes no time. For a cluster unfinished trajectories count as lower bounds, and the recipe has the other
+assumptions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from libra.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class LogEvidence:
-    """Evidence of a log on the work of one step."""
+    """Evidence from a log about the work of one step."""
 
     tracker: LengthTracker
     finished: int  # trajectories
@@ -98,8 +99,8 @@ def gather_workload(
     """Read a log once, for a cluster. Weights of trajectories halve every `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
     Unfinished trajectories count as lower bounds of their length. A tool return of unknown duration takes the recipe's
-    seconds; longer ones are cut to `longest_tool_call` seconds. The latest finished trajectories are kept: as many that
-    their unweighted mean age is that of all trajectories as the tracker weighs them.
+    seconds; longer ones are cut to `longest_tool_call` seconds. The latest finished trajectories are kept, up to the
+    number whose mean age equals the tracker's weighted mean age of all.
     """
     tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
     recent: deque[Trajectory] = deque(maxlen=math.ceil(2 * tracker.half_life / math.log(2)))

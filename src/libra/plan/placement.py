@@ -61,11 +61,8 @@ def place(
     pairs: Sequence[PrefillDecodePair] = (),
 ) -> tuple[DeviceGroup, ...]:
     """Place replicas first, then the engines of each bucket; for shapes that are `pairs`, the engines of both halves.
-    Groups of `current` stay where they can.
-
-    In colocated training, replicas and engines are placed apart, each on the whole pool. Raises ValueError when a
-    group's size neither divides its node nor is a number of whole nodes.
-    """
+    Groups of `current` stay where possible. In colocated training, replicas and engines are placed separately, each on
+    the whole pool. Raises ValueError if a group's size neither divides its node nor is a number of whole nodes."""
     training = training_option(problem, allocation)
     if training is None:
         raise ValueError(f"no option trains {allocation.replicas} replicas as {allocation.layout!r}; plan again")

@@ -40,11 +40,11 @@ _ROUNDING = 1e-9  # relative rounding error between a bound and a price
 
 
 class DocumentError(ValueError):
-    """A text is not a plan of this format version. The message names the place and what is wrong there."""
+    """A text is not a plan of this format version. The message names the place and the fault."""
 
 
 class DisagreementError(RuntimeError):
-    """A plan of one solver refutes the bound that the other has proven. The message says which is wrong."""
+    """A plan of one solver refutes the bound that the other has proven. The message names the wrong one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,19 @@ class Plan:
 
     @property
     def of_cluster(self) -> ClusterRequest:
-        """The request of a plan for a cluster of GPUs. Raises ValueError where it is for slots of one machine."""
+        """The request of a plan for a cluster of GPUs. Raises ValueError if it is for slots of one machine."""
         if isinstance(self.request, SlotRequest):
             raise ValueError("the plan is of slots of one machine; plan for a cluster of GPUs")
         return self.request
 
     @property
     def step(self) -> float:
-        """Seconds of a step: as simulated, or where it was not, as predicted."""
+        """Seconds of a step: simulated if available, otherwise predicted."""
         return self.predicted.step if self.simulated is None else self.simulated.seconds
 
     @property
     def surprise(self) -> float:
-        """Relative difference of the simulated step from the predicted one; 0 where nothing was simulated."""
+        """Relative difference of the simulated step from the predicted one; 0 without a simulation."""
         return self.step / self.predicted.step - 1 if self.predicted.step > 0 else 0.0
 
     @property
@@ -104,8 +104,8 @@ def make_plan(
 ) -> Plan:
     """The best plan for the request. The same request, placement, seed (CP-SAT's) and solver give the same plan.
 
-    `placed` says where the current allocation's groups are: they stay where they can.
-    Raises `InfeasiblePlanError` when no allocation can serve the request, ModuleNotFoundError without the extra `ilp`.
+    `placed` has the locations of the current allocation's groups, which stay where possible. Raises
+    `InfeasiblePlanError` when no allocation can serve the request, ModuleNotFoundError without the extra `ilp`.
     """
     menu = request.menu()
     return answer(request, menu, solve_loans(menu, solver_named(solver, seed)), placed)
@@ -153,7 +153,7 @@ def solver_named(solver: Solver, seed: int = 0) -> Callable[[Problem], Solution]
 
 
 def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequence[DeviceGroup] = ()) -> Plan:
-    """The plan of a solution of the request's menu; groups that are `placed` stay where they can."""
+    """The plan of a solution of the request's menu; `placed` groups stay where possible."""
     problem, allocation = menu.problem, solution.allocation
     max_num_seqs = tuple(bucket.option.max_num_seqs for bucket in bucket_prices(problem, allocation))
     layout = menu.layouts.get((allocation.layout, allocation.replicas))
@@ -179,14 +179,14 @@ def require_answer(plan: Plan, problem: Problem) -> None:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The JSON of a plan with, last, the request that it answers; keys are in the order of the fields."""
+    """The JSON of a plan and, last, its request; keys are in the order of the fields."""
     fields = _plans().dump_python(plan, mode="json")
     del fields["format"]
     return _written({"format": plan.format, **fields}, "") + "\n"
 
 
 def parse_plan(text: str | bytes, where: str = "plan") -> Plan:
-    """Read what `dump_plan` wrote; `where` (a file name) opens the error message. Raises `DocumentError`."""
+    """Read the text of `dump_plan`; `where` (a file name) begins the error message. Raises `DocumentError`."""
     return _validated(_document(text, where), where)
 
 

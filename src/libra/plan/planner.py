@@ -32,10 +32,8 @@ Statistics = LengthTracker | Sequence[TrajectoryClass]
 @dataclass(frozen=True, slots=True)
 class Planner:
     """`Planner(cluster, model, recipe).plan(tracker)` is the best division of the cluster for the tracked lengths.
-
-    `profiles`, one for each class of nodes, say how fast engines are; the default is the roofline of each GPU
-    (`libra.cost.sources.profiles.engine_profiles` finds better ones).
-    """
+    `profiles`, one for each class of nodes, have the times of engines; the default is the roofline of each GPU
+    (`libra.cost.sources.profiles.engine_profiles` finds better ones)."""
 
     cluster: Cluster
     model: ModelSpec
@@ -47,7 +45,7 @@ class Planner:
     def tracker(
         self, seen: Iterable[Trajectory] = (), half_life_steps: float = PLANNER_HALF_LIFE_STEPS
     ) -> LengthTracker:
-        """A tracker with the recipe's settings that has observed the trajectories `seen`, all of them finished."""
+        """A tracker with the recipe's settings that has observed the finished trajectories `seen`."""
         tracker = recipe_tracker(self.recipe, half_life_steps)
         for trajectory in seen:
             tracker.observe(trajectory)
@@ -89,7 +87,7 @@ def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
 
 def recipe_tracker(recipe: Recipe, half_life_steps: float) -> LengthTracker:
     """An empty tracker for the recipe. A trajectory's weight halves every `half_life_steps` optimiser steps, KV has a
-    GPU engine's block size, and tool returns of unknown duration last as long as the recipe says."""
+    GPU engine's block size, and tool returns of unknown duration take the recipe's seconds."""
     return LengthTracker(
         half_life_steps * recipe.batch,
         block_tokens=BLOCK,

@@ -6,8 +6,8 @@ assumed error of prices of a fresh run.
 A measured step is its price times a factor. The logarithms of the factors of the three bottlenecks are jointly normal:
 they share a part due to the machine, and each has an error of its own. A settled period measures the factor of the
 bottleneck with which it was priced and, by the correlation, updates the others (a Kalman filter, West & Harrison,
-Bayesian Forecasting and Dynamic Models, 1997, ch. 4). The size of surprises scales all errors: a run whose prices prove
-right may act on smaller gains, one whose prices jump needs larger ones (ibid., 4.5).
+Bayesian Forecasting and Dynamic Models, 1997, ch. 4). The size of surprises scales all errors: a run with accurate
+prices may act on smaller gains, one with erratic prices needs larger ones (ibid., 4.5).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PeriodSeconds:
 
 def measured(steps: Sequence[float]) -> PeriodSeconds:
     """The mean of the seconds of a period's steps. The variance of few steps is not reliable, so it is pooled with an
-    assumed one. Raises ValueError without a step, or where the mean is not positive."""
+    assumed one. Raises ValueError without a step, or if the mean is not positive."""
     if not steps:
         raise ValueError("no step was measured; give the seconds of one at least")
     mean = fmean(steps)
@@ -122,7 +122,7 @@ class PriceBias:
 
     def error_between(self, current: Mapping[Bottleneck, float], other: Mapping[Bottleneck, float]) -> float:
         """Standard error of the difference of two corrected steps, whose seconds are given by bottleneck; `other` is
-        that of an allocation that did not run before. Errors that both share cancel."""
+        that of an allocation that did not run before. Common errors cancel."""
         apart = [current.get(name, 0.0) - other.get(name, 0.0) for name in BOTTLENECKS]
         pairs = itertools.product(range(len(apart)), repeat=2)
         variance = math.fsum(apart[a] * apart[b] * self.covariance[a][b] for a, b in pairs)

@@ -188,7 +188,7 @@ class EngineOption:
 
     @property
     def uses(self) -> dict[str, int]:
-        """Devices of one engine by pool; of a pair, those of both halves."""
+        """Devices of one engine by pool; for a pair, those of both halves."""
         used = {self.pool: self.devices}
         if self.prefill is not None:
             pool, devices = self.prefill
@@ -197,7 +197,7 @@ class EngineOption:
 
     @property
     def footprint(self) -> tuple[str, int, int]:
-        """Pool, devices, and longest context, which all options of the shape share."""
+        """Pool, devices, and longest context, equal for all options of the shape."""
         return self.pool, self.devices, self.holds
 
 
@@ -281,7 +281,7 @@ class Problem:
             raise ValueError("recall_possible must list every router of recall_known: what is known is also possible")
 
     def _require_pools(self) -> None:
-        """Raises ValueError unless every option is on a pool that there is, and pools that serve keep to their part."""
+        """Raises ValueError unless every option is on an existing pool, and serving pools only have lent engines."""
         pools = {pool.name for pool in self.pools}
         if len(pools) < len(self.pools):
             raise ValueError("two pools have the same name; name each once")
@@ -300,7 +300,7 @@ class Problem:
                 )
 
     def _require_distinct_options(self) -> None:
-        """Raises ValueError where two options cannot be told apart."""
+        """Raises ValueError if two options cannot be distinguished."""
         named = [(option.layout, option.replicas) for option in self.training]
         if len(set(named)) < len(named):
             raise ValueError("two training options have the same layout and replicas; list each once")
@@ -314,7 +314,7 @@ class Problem:
 
     @property
     def synchronous(self) -> bool:
-        """Whether nothing overlaps: a step is the sum of generation and of all that follows it."""
+        """Whether nothing overlaps: a step is the sum of generation and all later phases."""
         return self.staleness == 0
 
     @property

@@ -52,7 +52,7 @@ class Proposal:
     decision: Decision
 
     def rehearsed(self, gain: SimulatedGain) -> Proposal:
-        """The proposal after simulation: the change is made only if it saves more than it costs there, too."""
+        """The proposal after simulation: the change is made only if it saves more than it costs in simulation, too."""
         decision = self.decision
         found = f"{gain.seconds:.4g} +- {gain.error:.4g} s a step over {gain.steps} simulated steps"
         saved = gain.seconds * decision.horizon_steps
@@ -83,7 +83,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The basis of a decision: a site, the work that may come to it, and the expected lifetime of a plan."""
+    """The basis of a decision: a site, the possible coming work, and the expected lifetime of a plan."""
 
     site: Site
     scenarios: tuple[Scenario, ...]  # the forecast, then the forecast with its possible errors
@@ -128,10 +128,9 @@ class Outlook:
 
 
 class Replanner:
-    """`Replanner(planner, plan).step(finished, running)`, called every `period` steps, says whether to change the plan.
-
-    A change has to earn its cost back within the mean lifetime of plans so far. Prices assume for any ranges the router
-    hit rate that the recipe gives.
+    """`Replanner(planner, plan).step(finished, running)`, called every `period` steps, decides whether to change the
+    plan. A change has to earn its cost back within the mean lifetime of plans so far. Prices assume the recipe's router
+    hit rate for any ranges.
 
     A loop whose devices come and go, and which measures costs as it runs, provides its own `Site`: it calls `observe`,
     then `outlook` with the site, and reports the proposal's decision with `decided`.
@@ -154,9 +153,8 @@ class Replanner:
         """`plan` is the running plan; without one the first decision starts the best. `switch` are measured role
         changes, instead of the assumed ones of `libra.plan.decision`. An existing `tracker` keeps its history; it is
         required without a planner. `holds` is the initial estimate of a plan's lifetime, in steps; None: one period.
-        With `rehearse`, each change that `step` would make is simulated first, with the latest finished trajectories,
-        and made only if it saves time there, too.
-        """
+        With `rehearse`, each change of `step` is first simulated with the latest finished trajectories, and made only
+        if it saves time there, too."""
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
         self._planner, self._period, self._switch = planner, period, switch
@@ -197,9 +195,9 @@ class Replanner:
     def step(self, finished: Iterable[Trajectory], running: Iterable[Trajectory]) -> Decision:
         """Decide on the plan of the next period.
 
-        `finished` are the trajectories that have ended since the last call, `running` all that have not; their
-        `policy_version` is the one they started with. Raises ValueError while no trajectory has ever finished, and the
-        errors of `Planner.plan`.
+        `finished` are the trajectories that have ended since the last call, `running` all others; their
+        `policy_version` is the one that they started with. Raises ValueError while no trajectory has ever finished, and
+        the errors of `Planner.plan`.
         """
         if self._planner is None:
             raise ValueError("there is no planner; ask outlook() about the site instead of step()")
@@ -225,7 +223,8 @@ class Replanner:
 
     def lend(self, lenders: Sequence[LendingPool]) -> None:
         """Set the lenders of the serving pools for the coming period, by the latest forecast of their traffic. Later
-        decisions count on no more than the traffic leaves. Raises ValueError where the pools are not the planner's."""
+        decisions count only on the time that the traffic leaves. Raises ValueError if the pools are not the
+        planner's."""
         if self._planner is None:
             raise ValueError("there is no planner; a site that is asked for outlook() has its own lenders")
         pools = [lender.pool for lender in lenders]

@@ -13,7 +13,7 @@ from libra.plan.allocation import Allocation
 @dataclass(frozen=True, slots=True)
 class RehearsedStep:
     """Seconds of a step once the run has settled: the time between two published versions of the weights, mean of
-    `steps` steps. Those before them, which begin with idle engines, are left out."""
+    `steps` steps. Earlier steps, which begin with idle engines, are left out."""
 
     seconds: float
     error: float | None  # half of the 95 % interval of the mean; None: too few steps to say

@@ -1,6 +1,6 @@
 """Sites: the devices of a replanner at one moment, their duties, and the costs there.
 
-Invariant: a site is an immutable value, so a thread may search while the run continues.
+Invariant: a site is an immutable value, so a thread may search during the run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Site(Protocol):
 
     @property
     def current(self) -> Allocation | None:
-        """The running allocation; None if nothing runs that can continue."""
+        """The running allocation; None if nothing that runs can continue."""
         ...
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
@@ -88,7 +88,7 @@ class Site(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterSite:
-    """Nodes of GPUs. `running` is the plan in force; `switch` are measured role changes, if any are."""
+    """Nodes of GPUs. `running` is the plan in force; `switch` are measured role changes, if there are any."""
 
     planner: Planner
     running: Plan | None = None

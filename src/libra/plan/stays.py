@@ -1,7 +1,6 @@
 """Seconds that the longest trajectories spend on engines, by themselves and together with others.
 
-Invariant: every value is linear in seconds or a maximum of such values, so stays never get shorter when a part takes
-longer.
+Invariant: every value is linear in seconds or a maximum of such values, so a longer part never makes a stay shorter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps in which some GPUs generate first and then train, while others only generate.
 
-Invariant: the shared GPUs generate only where the step is expected to become shorter although both changes take time,
-and start to train as soon as no later batch of the step would have to wait.
+Invariant: the shared GPUs generate only if that is expected to shorten the step despite both changes, and start to
+train as soon as no later batch of the step would have to wait.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class SharedStep:
 
     @property
     def without(self) -> float:
-        """Seconds of a step in which the shared GPUs only train; infinite where nothing else generates."""
+        """Seconds of a step in which the shared GPUs only train; infinite if no other engine generates."""
         return max(self.training, self.samples / self.alone) if self.alone > 0 else float("inf")
 
     @property
     def generating(self) -> float:
-        """Seconds for which the shared GPUs generate, if they do: until the rest can come during the training."""
+        """Seconds for which the shared GPUs generate, if they do: until the remaining samples can be made during the
+        training."""
         missing = self.samples - self.alone * (self.training + self.switch)
         return max(0.0, missing / (self.alone + self.shared))
 
@@ -48,8 +49,8 @@ class SharedStep:
 
 @dataclass(slots=True)
 class SharedRates:
-    """Estimates the rates of coming steps. `ratio`: shared engines for each that only generates, all alike; infinite
-    where all are shared. Changes are taken to cost nothing until one is measured, which has one be tried."""
+    """Estimates the rates of coming steps. `ratio`: number of shared engines for each that only generates, all equal;
+    infinite if all are shared. Changes are assumed to be free until one is measured, so one is tried."""
 
     samples: int
     batches: int
@@ -60,10 +61,8 @@ class SharedRates:
 
     def observe(self, seconds: float, generated: int, shared: float, waited: float, switch: float) -> None:
         """Learn from a step of `seconds`. The shared GPUs generated for `shared` seconds, training then waited for
-        `waited` seconds, and both changes took `switch` seconds, 0 where there was none.
-
-        Where nothing waited, engines may have stood still for want of work, so their rate may be higher than it was.
-        """
+        `waited` seconds, and both changes took `switch` seconds, 0 without changes. If training did not wait, engines
+        may have been idle, so their rate may be higher than measured."""
         if switch > 0:
             self._switch = switch
         self._training = _mixed(self._training, max(0.0, seconds - shared - waited - switch))
@@ -77,7 +76,7 @@ class SharedRates:
 
     @property
     def expected(self) -> SharedStep | None:
-        """None: no step has been observed, or all GPUs are shared."""
+        """Expected seconds; None: no step has been observed, or all GPUs are shared."""
         if self._alone is None or self._training is None:
             return None
         return SharedStep(

@@ -1,9 +1,7 @@
-"""The difference between two allocations, as the moves that the plan prices and the executor carries out.
-
-Invariant: on one machine every device takes at most one new duty, except one that stands in for another, and after each
-move the run can continue (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays in its
-place is touched.
-"""
+"""The difference between two allocations, as moves, which the plan prices and the executor carries out. ¶ Invariant: on
+one machine every device takes at most one new duty, except one that temporarily replaces another, and the run can
+continue after each move (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays in its
+place is touched."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """The steady role of a device, or of a group of devices. `shape` is that of its engine; for a replica that is
-    spread over several devices it is the layout."""
+    """The steady role of a device, or of a group of devices. `shape` is that of its engine; for a replica on several
+    devices it is the layout."""
 
     role: Role
     shape: str | None = None
@@ -83,11 +81,11 @@ class Transition:
 
     @property
     def rebuckets(self) -> bool:
-        """Whether the router has to use other bucket ranges."""
+        """Whether the router needs other bucket ranges."""
         return self.before is None or self.before.ranges != self.after.ranges
 
     def words(self) -> tuple[str, ...]:
-        """The moves as text for people; equal ones are counted."""
+        """The moves as a text; equal ones are counted."""
         counts = Counter(str(move) for move in self.moves)
         moves = [f"{count} x {text}" if count > 1 else text for text, count in counts.items()]
         return (*moves, "new bucket ranges") if self.rebuckets else tuple(moves)
@@ -112,8 +110,7 @@ def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> s
     contexts.
 
     While a device moves, a core replica must train and, as long as several engines run, another one must hold the
-    longest contexts. Where one of these is missing already, moves that do not worsen it are safe, so that the run can
-    recover.
+    longest contexts. If one of these is missing already, moves that do not worsen it are safe, so the run can recover.
     """
     others = [device for device in devices if device.id != move.worker and device.lent is None]
     cores = [device.id for device in devices if device.duty.role is Role.TRAIN and device.allowed == {Role.TRAIN}]
@@ -134,10 +131,11 @@ def device_transition(
     """The fewest moves that turn the healthy `devices` of a machine, each a replica or an engine by itself, into
     `wanted`.
 
-    Idle devices start first: this stops nothing, and so is done even where a later move fails. Then trainers leave;
-    longer engines start before shorter ones, and joining the training comes last. `longest` are the shapes that hold
-    the longest contexts. Raises ValueError where the devices cannot form `wanted`, or none of its engines would hold
-    the longest contexts."""
+    Idle devices start first: this interrupts no work, so it is useful even if a later move fails. Then trainers leave;
+    longer engines start before shorter ones, and replicas join training last. `longest` are the shapes that hold the
+    longest contexts. Raises ValueError if the devices cannot form `wanted`, or none of its engines would hold the
+    longest contexts.
+    """
     if not any(bucket.shape in longest for bucket in wanted.buckets):
         raise ValueError(f"no engine of {wanted.describe()} holds the longest contexts; {', '.join(longest)} would")
     kept = _kept_engines(devices, wanted)
@@ -187,8 +185,8 @@ def device_transition(
 
 
 def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Collection[str]) -> tuple[Move, ...]:
-    """Avoid times without an engine for the longest contexts: if the only one would start again in another shape that
-    holds them, another engine takes that shape first, with one more move."""
+    """Avoid times without an engine for the longest contexts: if the only one restarts in another shape that holds
+    them, another engine takes that shape first, with one more move."""
     state = {device.id: device for device in devices}
     found: list[Move] = []
     for index, planned in enumerate(moves):
@@ -210,7 +208,7 @@ def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Co
 
 
 def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
-    """Ids of the engines that `wanted` keeps as they are; those that cannot train are kept first."""
+    """Ids of the engines that `wanted` keeps unchanged; those that cannot train are kept first."""
     missing = wanted.engines_by_shape
     kept = set()
     for device in sorted(devices, key=lambda d: (Role.TRAIN in d.allowed, -d.slot)):
@@ -225,9 +223,9 @@ def group_transition(
 ) -> Transition:
     """The groups that end and begin on a cluster, where an engine or a replica is a group of devices.
 
-    `placed` and `placement` are the locations of the groups of either allocation: a group that another one displaces
-    starts again elsewhere. Without them every group of a kind that remains is assumed to stay where it is. A change of
-    layout ends and begins all replicas.
+    `placed` and `placement` are the locations of the groups of either allocation: a displaced group restarts at another
+    location. Without them every group of a remaining kind is assumed to stay in its place. A change of layout ends and
+    begins all replicas.
     """
     known = bool(placed and placement)
     old = Counter(map(_located, placed)) if known else _groups(before)

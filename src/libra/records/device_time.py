@@ -1,10 +1,9 @@
 """Attributes every second of every worker to a cause.
 
 Invariant: the causes of a worker add up to its seconds since its first role, in any order of events, and the seconds of
-a cause never decrease. Pure: the caller reports events with their times, on any clock that does not go back.
-
-Some events are known only when they have ended: how a step was divided, and how long an engine stood still for weights.
-Until then their seconds are not settled, and are in no sum.
+a cause never decrease. Pure: the caller reports events with their times, on any clock that does not go back. Some
+durations are known only at their end: the parts of a step, and an engine's pause for weights. Until then their seconds
+are not settled, and are in no sum.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class _Device:
 
 class DeviceTime:
     """Seconds by worker and cause. `told` gets each settled span of time: worker, cause, start and end. The spans of a
-    worker follow each other without a gap."""
+    worker are contiguous."""
 
     def __init__(self, told: Callable[[str, Cause, float, float], None] = lambda *_: None) -> None:
         self._told = told
@@ -102,14 +101,14 @@ class DeviceTime:
         self._turn(worker, now)
 
     def load(self, worker: str, now: float) -> None:
-        """An engine starts to take new weights: it ends an iteration first."""
+        """An engine begins to take new weights: it first ends an iteration."""
         device = self._devices[worker]
         if device.role is Role.ROLLOUT and self._phase not in _UNPRODUCTIVE and not device.loading:
             self._book(worker, device.cause, now)
             device.loading = True
 
     def loaded(self, worker: str, seconds: float, now: float) -> None:
-        """The engine has taken the weights, and stood still for `seconds`."""
+        """The engine has loaded the weights, and paused for `seconds`."""
         device = self._devices[worker]
         if device.loading:
             self._book(worker, device.cause, now - seconds)
@@ -146,7 +145,7 @@ class DeviceTime:
             self._turn_all(now)
 
     def seconds(self, now: float) -> Seconds:
-        """Seconds until now, as far as they are settled."""
+        """The settled seconds until now."""
         return {worker: self._settled(device, now) for worker, device in self._devices.items()}
 
     def under_way(self) -> dict[str, tuple[int, int]]:

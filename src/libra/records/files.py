@@ -1,8 +1,8 @@
 """Files of a run, which are written completely or not changed.
 
-A line of a `LineFile` is whole or absent: a line that a kill or a full disk cut off is dropped when the file is opened
-again, and readers leave it out before that. A failed write raises `DiskError`, which names the file and the remedy; the
-error of the operating system has neither.
+A line of a `LineFile` is whole or absent: a line cut off by a kill or a full disk is dropped when the file is opened
+again, and readers skip it before that. A failed write raises `DiskError`, which names the file and the remedy; the
+operating system's error has neither.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def writing(path: Path) -> Iterator[None]:
 class LineFile:
     """Appends lines to `path`. Raises `DiskError` if that fails; earlier lines stay as they were.
 
-    The operating system has an appended line when `append` returns, so it survives the end of the process; after the
-    next `sync` it survives the end of the machine.
+    The operating system has an appended line when `append` returns, so it survives the process; after the next `sync`
+    it survives the machine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,13 +111,13 @@ class ChainedFile(LineFile):
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """All lines that were finished, without their newlines. Raises `OSError`, also where it is not a regular file."""
+    """All complete lines, without their newlines. Raises `OSError`, also if it is not a regular file."""
     *lines, _interrupted = read_input(path).split(b"\n")
     return lines
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cut off a last line that was never finished; no error where there is no file."""
+    """Cut off an incomplete last line; no error if there is no file."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

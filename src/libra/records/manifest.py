@@ -1,7 +1,7 @@
 """The manifest of a directory: length and SHA-256 of each of its files, written last.
 
-Invariant: the files of a directory that passes `check_manifest` have the bytes that they had when they were sealed. The
-manifest is one JSON line with a checksum of its own, so a damaged manifest is detected.
+Invariant: the files of a directory that passes `check_manifest` are unchanged since they were sealed. The manifest is
+one JSON line with a checksum of its own, so a damaged manifest is detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 20  # of a manifest
 
 
 class ManifestError(ValueError):
-    """A directory has changed since it was sealed. The message names the file and what is wrong."""
+    """A directory has changed since it was sealed. The message names the file and the fault."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

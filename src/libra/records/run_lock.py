@@ -1,7 +1,7 @@
 """The lock file of a run directory, and the process that holds it.
 
-Invariant: a live run is distinguished from one that ended by the lock itself, which the system releases with the
-process; the process id in the file only names the holder.
+Invariant: the lock itself tells a live run from one that ended, since the system releases it with the process; the
+process id in the file only names the holder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run directory as one value.
 
 Invariant: reading changes nothing and hides nothing. A file that the run has not written is absent from the value
-(empty or None); a file that breaks its schema is an error; a last line cut off by a kill is left out and named.
+(empty or None); a file that breaks its schema is an error; a last line cut off by a kill is skipped and named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The records of a run, one frozen value per JSON line.
 
-Invariant: a written record is read back as the same value, and nothing else can be read: an unknown key, a wrong type
-or a number that is not finite is refused with the file, the line and the field. Times are seconds, counted from the
-start of the RL loop where they name a moment; lengths are tokens.
+Invariant: a written record is read back as the same value, and nothing else can be read: an unknown key, a wrong type,
+a number that is not finite or an integer beyond 64 bits is refused with the file, the line and the field. Times are
+seconds, counted from the start of the RL loop where they name a moment; lengths are tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from libra.records.causes import Cause
 Style = TypeVar("Style")
 R = TypeVar("R", bound="Record")
 
+_LARGEST = 2**63 - 1
+
 
 def role_of(label: str) -> Role:
     """The `Role` of a label in the records: its own name, or `rollout:BUCKET` for an engine that serves one bucket.
@@ -37,8 +39,8 @@ def role_of(label: str) -> Role:
 
 
 def styles(labels: Iterable[str], of_role: Mapping[Role, Style], of_buckets: Sequence[Style]) -> dict[str, Style]:
-    """A style for each distinct label, in order of first appearance. Buckets take `of_buckets` in that order; the last
-    of these serves all that follow."""
+    """A style for each distinct label, in order of first appearance. Buckets take `of_buckets` in that order; all
+    further ones take the last."""
     distinct = dict.fromkeys(labels)
     buckets = [label for label in distinct if ":" in label]
     return {
@@ -82,7 +84,7 @@ class StepLoan:
 @dataclass(frozen=True, slots=True)
 class StepRecord(Record):
     """One optimiser step. `train`, `exchange`, `publish`, `wait`, `checkpoint`, `held` and `redone` are disjoint parts
-    of `step_seconds`; the rest is the controller's own."""
+    of `step_seconds`; the rest is the controller's own time."""
 
     step: int
     time: float  # when the step ended
@@ -166,7 +168,7 @@ class PeriodRecord(Record):
 
     @property
     def relative_error(self) -> float:
-        """Relative error of the prediction; positive where the step was faster than predicted."""
+        """Relative error of the prediction; positive if the step was faster than predicted."""
         return (self.predicted_seconds - self.measured_seconds) / self.measured_seconds
 
 
@@ -264,7 +266,7 @@ class ServedSummary:
 
 @dataclass(frozen=True, slots=True)
 class LendingSummary:
-    """The gain of the run from lending, and its cost for users."""
+    """The run's gain from lending, and its cost for users."""
 
     rule: str
     share: float  # of the lent devices' time that rollout had, while it had turns to make
@@ -322,13 +324,25 @@ def _adapter(kind: type[Record]) -> TypeAdapter[Any]:
 
 def _require_finite(record: Any) -> None:
     for it in fields(record):
-        value = getattr(record, it.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{it.name} is {value}: a record holds finite numbers only")
+        for value in _numbers(getattr(record, it.name)):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{it.name} is {value}: a record holds finite numbers only")
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise ValueError(f"{it.name} has {len(str(value))} digits: a record holds integers of 64 bits")
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """All numbers of a field; nested records have checked their own."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (number for it in value.values() for number in _numbers(it))
+    elif isinstance(value, tuple | list):
+        yield from (number for it in value for number in _numbers(it))
 
 
 def parse_record(kind: type[R], text: str | bytes, where: str) -> R:
-    """Parse one JSON object, with or without a checksum, as a record; `where` (as in `metrics.jsonl:12`) opens the
+    """Parse one JSON object, with or without a checksum, as a record; `where` (as in `metrics.jsonl:12`) begins the
     error message."""
     try:
         record: R = _adapter(kind).validate_json(opened(text), strict=True)

@@ -103,8 +103,8 @@ class Timeline:
     ) -> None:
         """One batch, weight load or other piece of work of a worker.
 
-        A start before the end of the work before it is moved there, since a viewer drops slices that overlap; clocks
-        of two processes never agree to the last microsecond.
+        If it starts before the previous work ends, its start is moved to that end, since a viewer drops overlapping
+        slices; clocks of two processes never agree to the last microsecond.
         """
         self._slice(_WORK, worker, name, start, end, details or {})
 

@@ -1,7 +1,7 @@
 """Trace files that https://ui.perfetto.dev and chrome://tracing open (the Trace Event Format, as a JSON array).
 
 The file is readable at any moment, also after a kill. It holds at most `max_events` events, in addition to names and a
-note where it had to stop. Times are microseconds; groups and lanes are numbers that the caller names.
+note at its end if it had to stop. Times are microseconds; groups and lanes are numbers that the caller names.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Named points; dots for noisy measurements, a line for what holds between the points."""
+    """Named points; dots for noisy measurements, a line for values that hold between the points."""
 
     name: str
     colour: str
@@ -86,7 +86,7 @@ def thin(rows: Sequence[tuple[float, ...]], limit: int) -> list[tuple[float, ...
 
 
 def time_unit(longest_seconds: float) -> tuple[float, str]:
-    """Seconds in the unit in which a time axis of this length is best read, and the unit's name."""
+    """Seconds of the most readable unit for a time axis of this length, and the unit's name."""
     if longest_seconds <= 180:
         return 1.0, "s"
     return (60.0, "min") if longest_seconds <= 3 * 3600 else (3600.0, "h")

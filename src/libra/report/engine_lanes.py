@@ -19,7 +19,7 @@ MAX_STEPS = 60  # spans of a lane: more are narrower than a line
 
 
 def engine_lanes(outcome: SimulatedRun) -> Figure:
-    """A lane for the trainer and one for each engine: the fuller the colour of a step, the more of it had work."""
+    """A lane for the trainer and one for each engine: the stronger the colour of a step, the busier the engine."""
     scale, unit = time_unit(outcome.seconds)
     colours = _colours(outcome.engines)
     by_engine = defaultdict[tuple[int, str], list[EngineSpan]](list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from libra.config.rooms import offered
 from libra.plan.allocation import ONE_DEVICE
 from libra.plan.explain.explanation import BucketView, Explanation, PlanView, Split
 from libra.plan.transition import Role
@@ -14,8 +15,6 @@ from libra.report.explain_table import (
     crossing,
     fewer_nodes_rows,
     headline,
-    lender_sentences,
-    lender_steps,
     loss,
     roles,
     routing_sentence,
@@ -23,7 +22,7 @@ from libra.report.explain_table import (
 from libra.report.lanes import Density, Lane, LaneSpan, lane_figure
 from libra.report.page import ROLES, Bar, Tile, render
 from libra.report.vega import Axis, Marker, ends
-from libra.report.words import duration, percent, plain, plural, signed_percent
+from libra.report.words import duration, percent, plain, plural
 
 MOST_REJECTED = 50  # of one kind: there may be thousands
 _GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"
@@ -40,8 +39,8 @@ def explain_page(
     finalists: Sequence[tuple[str, str, str, str]] = (),
 ) -> str:
     """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
-    shortest first, for the distribution above the buckets. `answer` are the sentences that open it, `alarms` what a
-    reader must not miss, `finalists` the rows of plans that were simulated (see `plan_headline`)."""
+    shortest first, for the distribution above the buckets. `answer` are the sentences at its top, `alarms` its
+    warnings, `finalists` the rows of simulated plans (see `plan_headline`)."""
     plans = [(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
     otherwise = [(other.decision, other.plan) for other in explanation.otherwise]
     # The widest of both tables, so that they compare.
@@ -53,7 +52,6 @@ def explain_page(
         else (it.change, "nothing", "-")
         for it in explanation.reliefs
     ]
-    longest = max((step for _, _, step in lender_steps(explanation)), default=1.0)
     return render(
         "explain.html",
         title,
@@ -70,11 +68,7 @@ def explain_page(
         runners_up=[_plan(name, plan, widest) for name, plan in plans],
         otherwise=[_plan(name, plan, widest) for name, plan in otherwise],
         routing=routing_sentence(explanation),
-        lenders=lender_sentences(explanation),
-        lender_steps=[
-            (pool, case, Bar(duration(step), step / longest), _over(step, explanation.plan))
-            for pool, case, step in lender_steps(explanation)
-        ],
+        chapters=[made(explanation) for made in offered("explanation page")],
         reliefs=reliefs,
         fewer_nodes=fewer_nodes_rows(explanation) if explanation.fewer_nodes else (),
         rejected=explanation.rejected,
@@ -87,10 +81,6 @@ def _plan(name: str, plan: PlanView | None, widest: float) -> tuple[str | Bar, .
         return name, "-", "-", "no plan"
     part = plan.loss / widest if plan.loss >= LEAST_LOSS else 0.0
     return name, Bar(loss(plan), part), duration(plan.predicted.step), roles(plan)
-
-
-def _over(step: float, plan: PlanView) -> str:
-    return "-" if step == plan.predicted.step else signed_percent(step / plan.predicted.step - 1, 1)
 
 
 def _tiles(explanation: Explanation) -> Iterator[Tile]:
@@ -167,7 +157,7 @@ def _sides(splits: Sequence[Split]) -> str:
 
 
 def below(points: Sequence[tuple[float, float]], limit: float) -> tuple[tuple[float, float], ...]:
-    """The stretch of a curve from where it first falls below the limit to where it last rises above it."""
+    """The part of a curve from where it first falls below the limit to where it last rises above it."""
     inside = [k for k, (_, y) in enumerate(points) if y <= limit]
     if not inside:
         return ()

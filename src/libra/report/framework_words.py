@@ -1,4 +1,4 @@
-"""The sentence that says what a framework costs."""
+"""The sentence on the cost of a framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NOTHING = 5e-4  # relative: what the solver trades for moves and devices
 
 
 def framework_sentence(cost: FrameworkCost | None) -> tuple[str, ...]:
-    """One sentence; none where the plan is for no framework."""
+    """One sentence; none if the plan is for no framework."""
     if cost is None:
         return ()
     if cost.share < _NOTHING:

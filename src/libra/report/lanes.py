@@ -55,8 +55,7 @@ def lane_figure(
     density: Sequence[Density] = (),
 ) -> Figure:
     """Lanes of spans over time, or over lengths; a lane without records is empty. If lanes have no names, labels that
-    do not fit into their spans are written next to them. A density is drawn above.
-    """
+    do not fit into their spans are written next to them. A density is drawn above."""
     assert x.ends is not None
     named = any(lane.name for lane in lanes)
     room = 3.4 if density else 0.0  # lanes above the first one
@@ -140,7 +139,7 @@ def _span_labels(lanes: Sequence[Lane], x: Axis, y: alt.Y, beside: bool) -> list
 
 
 def _density(columns: Sequence[Density], x: Axis, y: alt.Y) -> list[alt.Chart]:
-    """Columns whose area, not height, is the share: they are not equally wide."""
+    """Columns whose area, not height, is the share: they differ in width."""
     heights = [
         it.share / (number_on(it.end, x) - number_on(it.start, x)) if it.end > it.start else 0.0 for it in columns
     ]

@@ -1,8 +1,8 @@
 """A run or a simulation as it happens, in a terminal or a log file.
 
-A display has no thread, so its cost is bounded by the number of its calls and by its pace. All times that it shows are
-seconds since the display was made, at the start of the command. All lines and messages are shown at any pace; of the
-views between two refreshes only the latest is shown.
+A display has no thread, so its cost is bounded by the number of its calls and by its refresh rate. All shown times are
+seconds since the display was made, at the start of the command. All lines and messages are shown; of the views between
+two refreshes only the latest is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """The state of a run at one moment, as shown to a person. None: not known yet."""
+    """The state of a run at one moment, for a reader. None: not known yet."""
 
     name: str
     step: int
@@ -76,7 +76,7 @@ class Display(Protocol):
 
 
 def make_display(stream: TextIO) -> Display:
-    """A live panel where `stream` is a terminal, plain lines where it is not."""
+    """A live panel if `stream` is a terminal, otherwise plain lines."""
     return RichDisplay(stream) if stream.isatty() else PlainDisplay(stream)
 
 

@@ -82,7 +82,7 @@ def front_figure(found: Comparison) -> Figure:
 
 
 def _around(values: Sequence[float]) -> tuple[float, float]:
-    """Ends of an axis with some room beside the values."""
+    """Ends of an axis with some room around the values."""
     low, high = min(values), max(values)
     room = 0.1 * (high - low) or 0.1 * high
     return max(0.0, low - room), high + room

@@ -19,7 +19,7 @@ CAPTION = (
 
 
 def offer_sentences(found: Comparison) -> tuple[str, ...]:
-    """Which to take: the cheapest in time, and the fastest."""
+    """The recommended clusters: the cheapest in time, and the fastest."""
     cheapest, fastest, job = found.cheapest, found.fastest, found.job
     if fastest is None:
         return ("No offered cluster has a plan.",)
@@ -52,7 +52,7 @@ def offers_table(found: Comparison) -> Table:
 
 
 def cost_words(offer: OfferedCluster, found: Comparison) -> str:
-    """Dollars where all offers have a cost, otherwise GPU-hours."""
+    """Dollars if all offers have a cost, otherwise GPU-hours."""
     return dollars(found.cost(offer)) if found.priced else f"{count(found.cost(offer))} GPU-hours"
 
 

@@ -1,7 +1,7 @@
 """Parts that all pages share: colours, tiles, and templates.
 
 A page is self-contained: it loads no script, no address and no font. All text that is not markup already is escaped, so
-text that a run wrote cannot become a tag.
+text of a run cannot become a tag.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from json import dumps
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from libra.plan.transition import Role
 from libra.records.causes import Cause
@@ -63,7 +64,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Words of a cell with a bar before them, `part` of 0 to 1 of its longest."""
+    """Text of a cell after a bar, whose length is `part` (0 to 1) of the longest."""
 
     words: str
     part: float
@@ -87,10 +88,20 @@ class Chapter:
     tables: tuple[CardTable, ...]
 
 
-def render(template: str, title: str, **facts: Any) -> str:
-    """The page that is made of this template of `templates/` and these facts."""
+def render(template: str, title: str, package: str = "libra.report", **facts: Any) -> str:
+    """The page that is made of this template of a package's `templates/` and these facts."""
+    return _templates(package).get_template(template).render(title=title, **facts)
+
+
+def render_chapter(template: str, package: str, **facts: Any) -> Markup:
+    """A part of a page, from a template of a package that has templates of its own."""
+    return Markup(_templates(package).get_template(template).render(**facts))
+
+
+def _templates(package: str) -> Environment:
+    """The templates of a package, which may build on those of all pages."""
     environment = Environment(
-        loader=PackageLoader("libra.report"),
+        loader=ChoiceLoader([PackageLoader(it) for it in dict.fromkeys((package, "libra.report"))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -99,7 +110,7 @@ def render(template: str, title: str, **facts: Any) -> str:
     )
     shown = ("count", "duration", "fine_duration", "percent", "plain", "plural", "signed_duration", "worded")
     environment.filters |= {name: getattr(words, name) for name in shown}
-    return environment.get_template(template).render(title=title, **facts)
+    return environment
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

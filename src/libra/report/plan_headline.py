@@ -32,12 +32,20 @@ SURPRISE = 0.10  # relative difference of simulated and predicted step that is s
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Split, step, tokens a second, cost, training and memory of the plan, a sentence each."""
-    return (_split(plan), _step(plan), _pace(plan), *_cost(plan), *_training(plan), *_memory(plan))
+    """Split, step, tokens a second, cost, training, memory and engines on several nodes, a sentence each."""
+    return (
+        _split(plan),
+        _step(plan),
+        _pace(plan),
+        *_cost(plan),
+        *_training(plan),
+        *_memory(plan),
+        *_several_nodes(plan),
+    )
 
 
 def job_sentence(plan: Plan, steps: int) -> str:
-    """Days, and where nodes have a cost dollars, of a training of `steps` optimiser steps."""
+    """Days, and, if nodes have a cost, dollars of a training of `steps` optimiser steps."""
     job, here = Job(steps), OfferedCluster(plan.of_cluster.cluster, plan)
     amount = here.dollars(job)
     cost = "" if amount is None else f" and cost {dollars(amount)}"
@@ -45,7 +53,7 @@ def job_sentence(plan: Plan, steps: int) -> str:
 
 
 def proof_sentence(plan: Plan) -> str:
-    """A sentence with the proven bound and the router that it assumes."""
+    """A sentence with the proven bound and the router assumed in it."""
     request: PlanningRequest = plan.request
     proof, router = plan.proof, f" for {request.assumed_router}" if request.assumed_router else ""
     above = f"; this plan's prediction is {percent(proof.gap, 2)} above that" if proof.gap > 0 else ""
@@ -66,7 +74,7 @@ def finalist_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def finalists_table(plan: Plan) -> Table:
-    """`finalist_rows` for a terminal; for plans that have any."""
+    """`finalist_rows` for a terminal, if the plan has any."""
     table = Table("the best with", *map(number, ("predicted", "simulated", "slower")), title="Finalists")
     for words, *figures in finalist_rows(plan):
         table.add_row(cell(words), *figures)
@@ -124,7 +132,7 @@ def _step(plan: Plan) -> str:
 
 
 def disagreement(plan: Plan) -> tuple[str, ...]:
-    """A sentence where simulated and predicted step differ by more than `SURPRISE`."""
+    """A sentence if simulated and predicted step differ by more than `SURPRISE`."""
     if abs(plan.surprise) <= SURPRISE:
         return ()
     return (
@@ -134,7 +142,7 @@ def disagreement(plan: Plan) -> tuple[str, ...]:
 
 
 def little_evidence(plan: Plan) -> tuple[str, ...]:
-    """A sentence where fewer trajectories were seen than a step has."""
+    """A sentence if fewer trajectories were seen than a step has."""
     request: PlanningRequest = plan.request
     known = [cls.seen for cls in request.classes if cls.seen is not None]
     if len(known) < len(request.classes) or sum(known) >= request.trajectories:
@@ -169,13 +177,14 @@ def _training(plan: Plan) -> tuple[str, ...]:
     pool = next(group.pool for group in plan.placement if group.role == "train")
     nodes = request.cluster.node_class(pool)
     step = priced_step(request.model, nodes, request.recipe, request.classes, plan.layout)
-    published = published_mfu(nodes.gpu)
+    fp8 = request.recipe.dtype == "fp8"
+    published = None if fp8 else published_mfu(nodes.gpu)
     beside = (
         "" if published is None else f"; published runs of dense models, which need none, reach {percent(published)}"
     )
     return (
-        f"A training step takes {duration(step.total)}, at {percent(step.mfu)} of the data sheet's FLOP/s (MFU),"
-        f" log-probabilities included{beside}.",
+        f"A training step takes {duration(step.total)}, at {percent(step.mfu)} of the data sheet's FLOP/s"
+        f"{' in bf16' if fp8 else ''} (MFU), log-probabilities included{beside}.",
     )
 
 
@@ -186,3 +195,13 @@ def _memory(plan: Plan) -> tuple[str, ...]:
         for it in device_memory(plan)
     ]
     return (f"Memory of a GPU: {'; '.join(words)}.",) if words else ()
+
+
+def _several_nodes(plan: Plan) -> tuple[str, ...]:
+    """A sentence for each size of engines that no node holds."""
+    sizes = {it.name: len(it.nodes) for it in plan.placement if it.role != "train" and len(it.nodes) > 1}
+    return tuple(
+        f"An engine of {printable(name)} is on {count} nodes: its all-reduces cross the network, for which no run was"
+        " measured."
+        for name, count in sizes.items()
+    )

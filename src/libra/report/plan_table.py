@@ -1,7 +1,7 @@
 """Terminal tables of a plan.
 
-Invariant: a table shows the numbers of its `Plan`, and other numbers that follow from those alone. Notes say what the
-log behind the plan did not tell.
+Invariant: a table shows the numbers of its `Plan`, and other numbers that follow from those alone. Notes name the data
+that the log behind the plan lacks.
 """
 
 from __future__ import annotations

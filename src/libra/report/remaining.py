@@ -14,7 +14,7 @@ class RemainingTime:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
 
     def observe(self, done: int, total: int, now: float) -> float | None:
-        """Seconds that the other steps need when `done` are done at `now`; None before two moments are known."""
+        """Seconds that the remaining steps need when `done` are done at `now`; None before two moments are known."""
         if self._seen and done < self._seen[-1][0]:
             self._seen.clear()  # another series begins
         if not self._seen or done > self._seen[-1][0]:

@@ -1,4 +1,4 @@
-"""Prefill and decode apart, as a chapter of a simulation's page: where requests are, links, blocks kept for pulls, and
+"""Prefill and decode apart, as a chapter of a simulation's page: stages of requests, links, blocks kept for pulls, and
 the parts of TTFT."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ARRIVALS = 60  # stretches of time whose requests have a column
 
 
 def roles_chapter(view: SimulationView) -> Chapter | None:
-    """None where engines have no roles."""
+    """The chapter; None if engines have no roles."""
     roles, transfers = view.roles, view.result.transfers
     if roles is None or transfers is None:
         return None
@@ -79,7 +79,7 @@ def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
 
 
 def _stages_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis) -> Figure:
-    """All requests; those that stay where their prompts are computed have no transfer."""
+    """All requests; colocated ones have no transfer."""
     requests, rows = result.requests, transfers.row
     end = np.where(requests.finish < 0, result.end, requests.finish)
     pushed = transfers.network.push
@@ -103,7 +103,7 @@ def _stages_figure(result: SimulationResult, transfers: Transfers, time: TimeAxi
 def _links_figure(
     title: str, y_axis: Axis, view: SimulationView, time: TimeAxis, sends: Rows, receives: Rows
 ) -> Figure:
-    """A line for each engine's network in the direction of its role; of many the largest and the mean."""
+    """A line for each engine's network in the direction of its role; for many engines the largest and the mean."""
     engines = view.result.engines
     lines: dict[str, NDArray[np.float64]] = {}
     for role, way, values in (("prefill", "out of", sends), ("decode", "into", receives)):
@@ -124,7 +124,7 @@ def _links_figure(
 
 
 def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis) -> Figure:
-    """Means of the requests that arrive in the same stretch."""
+    """Means of the requests that arrive in the same interval."""
     handed = finished_transfers(result.requests, transfers)
     title = "TTFT of requests by their arrival"
     if not len(handed):
@@ -148,7 +148,7 @@ def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis)
 
 
 def _bounds_table(roles: RolesView, push: bool) -> CardTable:
-    """The parts that may bound the run, with the one that does."""
+    """The possible bottlenecks of the run, with the actual one marked."""
     found = roles.metrics
     engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
     pulls = f"{plural(found.begun, 'push', 'pushes') if push else plural(found.begun, 'pull')}, {size(found.bytes)}"

@@ -1,9 +1,7 @@
-"""The bottleneck of a run in which some engines compute prompts and others generate tokens.
-
-The rule: if requests wait for a quarter of their time or more, the bottleneck is the part for which they wait longest.
-Else it is the part that takes them longest, or, if engines of both roles are mostly idle, a lack of requests. Waiting
-for blocks that other requests hold only because they wait themselves counts as waiting for the same part as these.
-"""
+"""The bottleneck of a run in which some engines compute prompts and others generate tokens. The rule: if requests wait
+for a quarter of their time or more, the bottleneck is the part with the longest wait. Else it is the part that takes
+longest, or, if engines of both roles are mostly idle, a lack of requests. If blocks are held only by requests that wait
+themselves, a wait for blocks counts as a wait for the same part."""
 
 from __future__ import annotations
 
@@ -174,7 +172,7 @@ def _waited_seats(result: SimulationResult) -> float | None:
 
 
 def _waited_beside(result: SimulationResult, role: RoleName, blocks: HeldBlocks) -> float | None:
-    """Share of an engine's blocks that `blocks` are, as a mean over the time for which requests wait there."""
+    """Share of an engine's blocks that `blocks` are, averaged over the time in which requests wait there."""
     waited = beside = 0.0
     for index, (engine, series) in enumerate(zip(result.engines, result.series, strict=bool(result.series))):
         if engine.role == role and len(series):

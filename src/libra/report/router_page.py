@@ -120,7 +120,7 @@ def _lengths(view: RouterView) -> Figure:
 
 
 def _drift(ended: Sequence[EndedLength]) -> list[tuple[float, float, float]]:
-    """At each end: its time, and the median and the ninth decile of the lengths until then."""
+    """At each end of a trajectory: its time, and the median and the ninth decile of the lengths until then."""
     points = []
     for last in range(1, len(ended)):
         lengths = [it.peak_context for it in ended[max(0, last + 1 - _AT_A_TIME) : last + 1]]

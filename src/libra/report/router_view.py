@@ -1,7 +1,5 @@
-"""A router at one moment, as its page shows it.
-
-Invariant: only values, so that another process can make the page. Times of day are texts; other times are seconds.
-"""
+"""A router at one moment, for its page. ¶ Invariant: only values, so another process can make the page. Times of day
+are texts; other times are seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from libra.trajectory import Turn
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine. None: it does not say."""
+    """An engine. None: not reported."""
 
     id: str
     bucket: int
@@ -52,7 +50,7 @@ class DecisionView:
 
 @dataclass(frozen=True, slots=True)
 class TrafficSample:
-    """Rates over the seconds before, and what is in flight."""
+    """Rates over the preceding seconds, and the work in flight."""
 
     seconds: float  # since the start
     prompt_rate: float  # tokens per second

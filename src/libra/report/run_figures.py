@@ -134,7 +134,8 @@ def _tokens(log: RunLog) -> Figure:
 
 
 def _seconds(log: RunLog) -> Figure:
-    """Seconds of steps. Engines and trainer work in parallel, so the engines' seconds are a line, not in the column."""
+    """Seconds of steps. Engines and trainers work in parallel, so the engines' seconds are a line, not part of the
+    column."""
     parts = [Series(name, colour, _by_step(log, field)) for name, field, colour in _PARTS]
     known = [sum(seconds for _, seconds in column) for column in zip(*(part.points for part in parts), strict=True)]
     other = [(it.step, max(0.0, it.step_seconds - seconds)) for it, seconds in zip(log.steps, known, strict=True)]
@@ -173,7 +174,7 @@ def _pair(period: PeriodRecord) -> Pair:
 
 
 def _devices(log: RunLog) -> Figure:
-    """One bar a worker, and one for all of them: shares of the time in which steps were made."""
+    """One bar a worker, and one for all of them: shares of the time while steps were made."""
     title = "Where the device time went"
     names = sorted({worker for step in log.steps for worker in step.device_seconds})
     if not names:
@@ -243,7 +244,7 @@ def _with_running_mean(name: str, colour: str, points: list[tuple[float, float]]
 
 
 def _decision_markers(log: RunLog, scale: float | None = None) -> list[Marker]:
-    """Taken decisions, on a time axis of this scale, or on the step axis if it is None."""
+    """Taken decisions, on a time axis of this scale, or, if it is None, on the step axis."""
     return [
         Marker(
             decision.step if scale is None else decision.time / scale,

@@ -1,4 +1,4 @@
-"""A run as one HTML page: a function of the run directory alone, so that the same files give the same page."""
+"""A run as one HTML page: a function of the run directory alone, so the same files give the same page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HEALTH: tuple[tuple[str, Callable[[StepRecord], float], Callable[[float], str],
 
 
 def render_report(run_directory: Path) -> str:
-    """The page for a run directory, finished or not. Raises what `read_run` raises."""
+    """The page for a run directory, finished or not. Raises the errors of `read_run`."""
     log = read_run(run_directory)
     nothing = {"learning": (), "speed": (), "devices": (), "roles": ()}
     return render(
@@ -52,8 +52,7 @@ def render_report(run_directory: Path) -> str:
         health=_health(log) if log.steps else (),
         averaged=max(1, len(log.steps) // 10),
         evaluations=_evaluations(log),
-        lending=next((made(log, run_directory) for made in offered("run page")), None),
-        lent=log.summary.lending.words if log.summary is not None and log.summary.lending is not None else "",
+        chapters=[made(log, run_directory) for made in offered("run page")],
         losses=[(duration(event.time), event.worker or "–", event.text) for event in log.losses],
         events=[
             (duration(event.time), event.kind.replace("_", " "), event.worker or "–", event.text)
@@ -81,7 +80,7 @@ def _run_with(log: RunLog) -> list[tuple[str, str]]:
 
 
 def _health(log: RunLog) -> list[tuple[str, str, str, str]]:
-    """Training quantities at both ends of the run; what moved is what to look at."""
+    """Training quantities at both ends of the run; look at those that moved."""
     rows = []
     for name, value, write, hint in _HEALTH:
         first, last = edges([value(step) for step in log.steps])

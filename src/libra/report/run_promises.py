@@ -1,4 +1,4 @@
-"""Promises of a run: price, promise, measured seconds and learned bias of each period."""
+"""Predictions of a run: price, prediction, measured seconds and learned bias of each period."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libra.report.words import BOTTLENECK_WORDS, MISSING, duration, signed_perce
 
 
 def promise_rows(periods: Iterable[PeriodRecord]) -> list[tuple[str, ...]]:
-    """Steps, allocation, priced, promised, measured, error of the promise, and the factors that were learned."""
+    """Steps, allocation, price, prediction, measurement, error of the prediction, and the learned factors."""
     return [_row(period) for period in periods]
 
 

@@ -1,6 +1,6 @@
 """The result of a run, in a paragraph and a few numbers.
 
-Every statement follows from the log alone; facts that the log does not have are stated as unknown.
+Every statement follows from the log alone; missing facts are stated as unknown.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def notices(log: RunLog) -> tuple[str, ...]:
 
 
 def _losses(log: RunLog) -> Iterator[str]:
-    """One line for all recorded losses, which a table lists, and one for those that were not recorded."""
+    """One line for all recorded losses, which a table lists, and one for unrecorded losses."""
     told = {event.worker for event in log.losses}
     if len(log.losses) == 1:
         [event] = log.losses
@@ -86,7 +86,7 @@ def _losses(log: RunLog) -> Iterator[str]:
 
 
 def why_nothing_was_decided(log: RunLog) -> str:
-    """The reason why the run kept its first allocation, as far as the log has it."""
+    """The reason why the run kept its first allocation, as far as the log contains it."""
     mode = f" The allocation mode was “{log.summary.allocation_mode}”." if log.summary else ""
     if not log.decisions:
         return (
@@ -111,7 +111,7 @@ def wait_share(steps: Sequence[StepRecord]) -> float:
 
 
 def predicted_bottleneck(periods: Sequence[PeriodRecord]) -> tuple[Bottleneck, float] | None:
-    """The bottleneck that was predicted for most of the time, and its share of the time; None without periods."""
+    """The bottleneck predicted for most of the time, and its share of the time; None without periods."""
     seconds: Counter[Bottleneck] = Counter()
     for period in periods:
         seconds[period.predicted_bottleneck] += round(
@@ -124,7 +124,7 @@ def predicted_bottleneck(periods: Sequence[PeriodRecord]) -> tuple[Bottleneck, f
 
 
 def first_and_last(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
-    """The evaluations with the earliest and the latest weights; None if there are not two of them."""
+    """The evaluations with the earliest and the latest weights; None if there are fewer than two."""
     if len({evaluation.step for evaluation in evaluations}) < 2:
         return None
     by_step = sorted(evaluations, key=lambda evaluation: evaluation.step)
@@ -195,7 +195,7 @@ def _lent(log: RunLog) -> str:
 
 
 def _net(log: RunLog) -> tuple[int, float, str]:
-    """The taken decisions that can be judged: their number, the seconds that they saved in all, and the error."""
+    """The taken decisions that can be judged: their number, their total saved seconds, and the error."""
     known = [it for it in outcomes(log) if it.net_seconds is not None]
     errors = [it.error_seconds for it in known if it.error_seconds is not None]
     error = f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"

@@ -31,7 +31,7 @@ _SHARES = Axis("share that takes no longer (%)", (0.0, 100.0))
 
 
 def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
-    """A cumulative distribution for each latency that there is."""
+    """A cumulative distribution for each existing latency."""
     took = durations(view.result.requests)
     first = [("TTFT", took["ttft"]), ("queueing", took["queueing"])]
     if view.metrics.ttft != view.metrics.ttft_prefill:
@@ -53,7 +53,7 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """Stretches of equal length, from the first arrival to the last end, as an axis."""
+    """Intervals of equal length, from the first arrival to the last end, as an axis."""
 
     edges: NDArray[np.int64]  # ticks
     since: NDArray[np.float64]  # the first arrival, of each edge, in the axis' unit
@@ -65,7 +65,7 @@ class TimeAxis:
         return (self.since[:-1] + self.since[1:]) / 2
 
     def points(self, values: NDArray[np.float64]) -> list[tuple[float, float]]:
-        """Points at the middles of the stretches, with a value for each."""
+        """Points at the middles of the intervals, with a value for each."""
         return list(zip(self.middles.tolist(), values.tolist(), strict=True))
 
     def lines(self, title: str, label: str, names: Sequence[str], values: Rows, of: str, more: str = "") -> Figure:
@@ -126,7 +126,7 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 def _waiting(view: SimulationView, edges: NDArray[np.int64]) -> Rows:
     """[engine, bin] mean requests between their arrival and their first iteration (or their end without one). Requests
-    that are handed over wait where their prompts are computed, and then for their pull."""
+    that change engines wait for their prefill engine, and then for their pull."""
     requests, result, transfers = view.result.requests, view.result, view.result.transfers
     ended = np.where(requests.finish < 0, result.end, requests.finish)
     until = np.where(requests.scheduled < 0, ended, requests.scheduled)
@@ -199,7 +199,7 @@ def _flow_figure(view: SimulationView, time: TimeAxis) -> Figure:
 
 
 def _pauses(view: SimulationView, scale: float) -> list[Marker]:
-    """The moments at which engines stopped for new weights, one for each stretch; none if they are too many to
+    """The moments at which engines paused for new weights, one for each interval; none if they are too many to
     distinguish."""
     result = view.result
     stretch = result.makespan / MAX_POINTS

@@ -27,7 +27,7 @@ _LONGEST_VALUE = 300  # letters of a setting: a list of arrival times may be mil
 
 
 def simulation_page(view: SimulationView, title: str) -> str:
-    """The page; `title` names what was simulated."""
+    """The page; `title` names the simulated deployment."""
     engines, left_out = shown_engines(view, MOST_ENGINES)
     return render(
         "simulation.html",

@@ -1,7 +1,7 @@
 """Terminal tables of a simulation.
 
-Invariant: tables show the numbers of their view and compute none of their own; they are legible in 80 columns,
-where some say less than in 100.
+Invariant: tables show the numbers of their view and compute none of their own; they are legible in 80 columns, with
+fewer details than in 100.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def simulation_tables(view: SimulationView, width: int = 100) -> tuple[Table, ..
 
 
 def shown_numbers(view: SimulationView) -> list[tuple[str, str]]:
-    """(name, value) of every number that says something of this simulation."""
+    """(name, value) of every number that applies to this simulation."""
     values = {key: getattr(view.metrics, key) for key in _NUMBERS}
     silent = {"interrupted", "cancelled", "refused", "failed", "unfinished", "trajectories", "trajectories_completed"}
     return [
@@ -73,7 +73,7 @@ def shown_numbers(view: SimulationView) -> list[tuple[str, str]]:
 
 
 def shown_spreads(view: SimulationView) -> list[tuple[str, Spread]]:
-    """(name, spread) of the latencies that there are; TTFT once where its two kinds are one."""
+    """(name, spread) of the existing latencies; TTFT once if its two kinds are equal."""
     found = {key: getattr(view.metrics, key) for key in SPREADS}
     if found["ttft"] == found["ttft_prefill"]:
         del found["ttft_prefill"]
@@ -85,7 +85,7 @@ def shown_spreads(view: SimulationView) -> list[tuple[str, Spread]]:
 
 
 def shown_engines(view: SimulationView, most: int) -> tuple[tuple[EngineMetrics, ...], int]:
-    """(the engines in their order, or the busiest ones where they are too many; how many are left out)."""
+    """(the engines in their order, or the busiest ones if they are too many; the number of the others)."""
     engines = view.engines
     if len(engines) <= most:
         return engines, 0
@@ -149,7 +149,7 @@ def _engines(view: SimulationView, width: int) -> Table:
 
 
 def _header(key: str) -> str:
-    """A word a line: numbers are narrower than their names."""
+    """One word a line: numbers are narrower than their names."""
     return DEFINITIONS[key].name.replace(" ", "\n")
 
 

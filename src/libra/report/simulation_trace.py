@@ -1,8 +1,8 @@
 """A simulation as a trace: the phases of each request on its engine, and the load of the engine.
 
-A group for each engine: its counters (its network's, too, where KV is transferred), a row of pauses for new weights,
-and rows of requests (queued, prefill, decode; with roles also KV kept, waiting to pull, and KV transfer). Slices of a
-row never overlap, and rows are as few as requests are there at once. Where requests are too many for the file, one in k
+A group for each engine: its counters (also of its network, if KV is transferred), a row of pauses for new weights, and
+rows of requests (queued, prefill, decode; with roles also KV kept, waiting to pull, and KV transfer). Slices of a row
+never overlap, and there are only as many rows as concurrent requests. If requests are too many for the file, one in k
 is drawn, and the trace says so. Times are to the nanosecond.
 """
 
@@ -243,7 +243,7 @@ def _slices(
     since: int, phases: Iterable[tuple[str, int]], end: int, finish: int = -1
 ) -> Iterator[tuple[str, int, int]]:
     """Yield the phases of a request until tick `end`, as (name, start, end). `phases` have the tick at which each ends,
-    -1 if it does not. Phases that took no time are left out."""
+    -1 if it does not. Phases of no duration are left out."""
     for name, tick in phases:
         until = end if tick < 0 else min(tick, end)
         # The phases of a cancelled request end with it.

@@ -45,7 +45,7 @@ class LatencyPart:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Shares of the waiting (requests times time) during which each resource was full on the request's engine."""
+    """Shares of the total waiting time (over requests) during which each resource was full on the request's engine."""
 
     max_num_seqs: float
     blocks: float
@@ -101,7 +101,7 @@ def headline(view: SimulationView) -> str:
 
 
 def _groups(view: SimulationView) -> list[str]:
-    """Sentences on what bounds iterations whose attention and FFN are on different ranks."""
+    """Sentences on the bottleneck of iterations with attention and FFN on different ranks."""
     said = []
     for group in view.result.groups[:MOST_GROUPS]:
         shares = bounded_shares(group)
@@ -223,7 +223,7 @@ def _memory(view: SimulationView) -> list[str]:
 
 
 def _uneven(engines: Sequence[EngineMetrics]) -> list[str]:
-    """Compare the busiest engine with others of its role: one may work all the time while the rest lack requests."""
+    """Compare the busiest engine with others of its role: one may be busy all the time while the rest lack requests."""
     busiest = max(engines, key=lambda engine: engine.busy_share or 0.0)
     others = [it for it in engines if it.role == busiest.role and it is not busiest]
     if not others or not busiest.busy_share:

@@ -16,7 +16,7 @@ _NOTHING = "unclear"  # the interval has 0 in it
 
 
 def verdict(found: Study, policy: int, metric: int) -> str:
-    """`faster` or `slower` than the first policy; `unclear` where the interval has 0 in it; `equal` on all seeds."""
+    """`faster` or `slower` than the first policy; `unclear` if the interval includes 0; `equal` on all seeds."""
     mean, error = found.over_first(policy, metric)
     if error is None or abs(mean) <= error:
         return _NOTHING if mean or error is None else "equal"

@@ -1,7 +1,5 @@
-"""Terminal tables: columns of numbers, and the tables of what was observed, a log of trajectories or a device.
-
-They compute no numbers of their own; what is unknown is a dash.
-"""
+"""Terminal tables: columns of numbers, and tables of a log of trajectories or of a device. They compute no numbers of
+their own; unknown values are a dash."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ _STATUSES: tuple[ToolStatus, ...] = get_args(ToolStatus)
 
 
 def trace_tables(stats: TraceStats) -> tuple[Table, ...]:
-    """The log as a whole, its lengths, and its tools (left out where none was called), ready for a rich console."""
+    """The whole log, its lengths, and its tools (left out if none was called), for a rich console."""
     tables = (_overview(stats), _lengths(stats))
     return (*tables, _tools(stats.tools)) if stats.tools else tables
 
 
 def format_table(formats: Iterable[LogFormat]) -> Table:
-    """Names of formats, who writes them, and what they do not say."""
+    """Names of formats, their writers, and the fields that they lack."""
     table = Table(Column("format", no_wrap=True), "written by", "holds", "does not say")
     for it in formats:
         table.add_row(it.name, it.written_by, it.holds, it.silent_on)
@@ -80,7 +78,7 @@ def _or_missing(value: float | None, format: str) -> str:
 
 
 def calibration_table(found: Calibration, gpu: GPU | None) -> Table:
-    """Medians with the spread they were measured with, and utilisation only against a data sheet that was named."""
+    """Medians and the spread of their measurements; utilisation only against a named data sheet."""
     title = f"{found.device}, PyTorch {found.torch}, {found.dtype}"
     table = Table("what", number("median"), "unit", number("spread"), title=title)
     for what, measured, scale, unit in (

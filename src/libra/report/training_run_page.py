@@ -1,9 +1,11 @@
-"""A simulated post-training run as one HTML page: its steps, and what became of the lent devices."""
+"""A simulated post-training run as one HTML page: its steps, and the chapters of rooms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from markupsafe import Markup
 
 from libra.config.rooms import offered
 from libra.plan.transition import Role
@@ -16,27 +18,27 @@ from libra.sim.training_run.outcome import SimulatedRun, SimulatedStep
 
 
 @dataclass(frozen=True, slots=True)
-class BorrowedChapter:
+class RunChapter:
     """Additions of a room to the page of a run: to its headline, tiles, and a section of its own."""
 
     sentences: tuple[str, ...]
     tiles: tuple[Tile, ...]
-    section: object | None  # as `lending.html` shows it
+    section: Markup  # empty: it has none
 
 
 def training_run_page(outcome: SimulatedRun, planned: float, title: str) -> str:
-    """`planned` are the seconds of a step by the plan; `title` names what was simulated."""
-    chapter: BorrowedChapter | None = next((made(outcome) for made in offered("training run page")), None)
+    """`planned` is the plan's seconds of a step; `title` names the simulated run."""
+    chapters: list[RunChapter] = [made(outcome) for made in offered("training run page")]
     return render(
         "training_run.html",
         title,
-        headline=" ".join((_headline(outcome, planned), *(() if chapter is None else chapter.sentences))),
+        headline=" ".join((_headline(outcome, planned), *(it for chapter in chapters for it in chapter.sentences))),
         notices=(),
-        tiles=(*_tiles(outcome, planned), *(() if chapter is None else chapter.tiles)),
+        tiles=(*_tiles(outcome, planned), *(it for chapter in chapters for it in chapter.tiles)),
         steps=_figures(outcome.steps, planned),
         engines=engine_lanes(outcome) if outcome.engines else None,
         buckets=bucket_rows(outcome.engines),
-        lending=None if chapter is None else chapter.section,
+        chapters=chapters,
     )
 
 

@@ -1,4 +1,4 @@
-"""A simulated post-training run as a trace: the steps of its trainer, and what became of the lent devices."""
+"""A simulated post-training run as a trace: the steps of its trainer, and the use of lent devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WAITS, _TRAINS = 1, 2  # lanes of the first
 
 
 def write_training_trace(outcome: SimulatedRun, path: Path | str, max_events: int = MAX_EVENTS) -> None:
-    """Its events in no particular order of time: the viewers sort them."""
+    """Write the events in no particular order of time: the viewers sort them."""
     with closing(TraceFile(path, max_events)) as trace:
         trace.name_group(_STEPS, "training", _STEPS)
         for lane, name in ((_WAITS, "waits"), (_TRAINS, "steps")):

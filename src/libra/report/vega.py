@@ -1,7 +1,7 @@
 """Vega-Lite charts as SVG elements of a page: axes, markers and the drawing itself, without a browser or a network.
 
-No script, font or address is loaded, and each mark explains itself in a `<title>`. Text and lines take the colours of
-the page (`var(--ink)`), so that charts are dark where the page is.
+No script, font or address is loaded, and each mark has a `<title>`. Text and lines take the colours of the page
+(`var(--ink)`), so charts are dark on a dark page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A moment worth a vertical line: a decision, an evaluation, a loss."""
+    """A moment marked by a vertical line: a decision, an evaluation, a loss."""
 
     x: float
     label: str
@@ -47,7 +47,7 @@ class Marker:
 
 
 def ends(low: float, high: float) -> tuple[float, float]:
-    """Ends of an axis that ends at its values; a single value gets a length of 1."""
+    """Ends of an axis that begins and ends at its values; a single value gets a length of 1."""
     return (low, high) if low < high else (low - 0.5, low + 0.5)
 
 
@@ -131,8 +131,8 @@ _CHANNELS = {
 def layer(
     mark: str, rows: Sequence[Mapping[str, Any]], x: Axis | alt.X, y: Axis | alt.Y | int | None = None, **look: Any
 ) -> alt.Chart:
-    """A layer with a mark for each row, at its `x` and `y`, or all at `y` px, and with the `_CHANNELS` that the rows
-    have. The description is shown under the pointer."""
+    """A layer with a mark for each row, at its `x` and `y`, or all at `y` px, and with the `_CHANNELS` of the rows. The
+    description is shown under the pointer."""
     channels: dict[str, Any] = {name: _CHANNELS[name] for name in _CHANNELS if rows and name in rows[0]}
     channels["x"] = _x(x) if isinstance(x, Axis) else x
     if y is not None:

@@ -1,4 +1,4 @@
-"""Numbers as text for people, with units and rounded."""
+"""Numbers as text, with units and rounded."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u206
 
 
 def printable(text: str) -> str:
-    """Text from a file as a terminal may show it: control characters, which could move the cursor, rename the window or
-    turn the line around, are written out.
+    """Text from a file that is safe on a terminal: control characters, which could move the cursor, rename the window
+    or reverse the line, are escaped.
 
     >>> printable("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def days(seconds: float) -> str:
-    """A duration for people who wait for days.
+    """A long duration, in days.
 
     >>> [days(s) for s in (7500, 2.5 * 86_400)]
     ['2 h 05 min', '2.50 days']
@@ -126,7 +126,7 @@ def plural(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 def fine_duration(seconds: float) -> str:
-    """Values below a nanosecond are rounding errors of sums, and shown as 0.
+    """Values below a nanosecond are rounding errors of sums and shown as 0.
 
     >>> [fine_duration(s) for s in (0, 2.9e-11, 3.2e-8, 0.00082, 0.0123, 12.34, 7500)]
     ['0 s', '0 s', '0.032 µs', '820 µs', '12.3 ms', '12.3 s', '2 h 05 min']

@@ -1,10 +1,9 @@
 """Bounds staleness by admission: decides which groups may start and which groups make up the next batch.
 
 Invariant: at most `(1 + max_staleness) * groups_per_step` groups are between their start and the publication of the
-version they helped to make. A group that was started under version v is in the batch that makes version
-v + 1 + max_staleness at the latest. So no token is more than `max_staleness` versions older than the policy that trains
-on it, and nothing is ever discarded: the trainer waits. This holds for batches that are taken whole, and for batches
-that are taken in parts, as their groups complete.
+version that they contribute to. A group started under version v is in the batch of version v + 1 + max_staleness at the
+latest. So no token is more than `max_staleness` versions older than the policy that trains on it, and nothing is ever
+discarded: the trainer waits. This holds for whole batches, and for batches taken in parts as their groups complete.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class _Group(Generic[Episode]):
 
 
 class Admission(Generic[Episode]):
-    """Groups in the order in which they were started. Episodes are opaque; `take` and `take_part` return them."""
+    """Groups in the order of their start. Episodes are opaque; `take` and `take_part` return them."""
 
     def __init__(self, groups_per_step: int, group_size: int, max_staleness: int, version: int = 0) -> None:
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
@@ -40,7 +39,7 @@ class Admission(Generic[Episode]):
 
     @property
     def in_flight(self) -> int:
-        """Groups between their start and the publication of the version they helped to make."""
+        """Groups between their start and the publication of the version that they contribute to."""
         return len(self._groups) + self._parts + (self.taken - self.published) * self.groups_per_step
 
     def may_start(self) -> bool:
@@ -55,8 +54,8 @@ class Admission(Generic[Episode]):
 
     def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
         """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Call it for the
-        oldest group first, and before any other starts. Raises ValueError where it can no longer be trained on in time.
-        """
+        oldest group first, and before any other starts. Raises ValueError where it can no longer be trained on in
+        time."""
         if started_at > self.published:
             raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
         self.start(group)
@@ -78,7 +77,7 @@ class Admission(Generic[Episode]):
         self._complete += entry.complete
 
     def ready(self) -> bool:
-        """Whether the next batch can be taken: enough complete groups, and none that must be in it is missing."""
+        """Whether the next batch can be taken: enough complete groups, including all that must be in it."""
         return self._choose() is not None
 
     def take(self) -> list[tuple[str, list[Episode]]]:
@@ -97,8 +96,8 @@ class Admission(Generic[Episode]):
         return self.groups_per_step - self._parts
 
     def take_part(self, least: int = 1) -> list[tuple[str, list[Episode]]]:
-        """Take the complete groups, oldest first, that may be in the next batch no matter when the others complete.
-        Take none if they are fewer than `least` and the batch lacks more. With its last group the batch is `taken`."""
+        """Take the complete groups, oldest first, that may be in the next batch whenever the others complete. Take none
+        if they are fewer than `least` and the batch lacks more. With its last group the batch is `taken`."""
         least = min(least, self.lacks)
         if self._complete < least:
             return []
@@ -128,8 +127,8 @@ class Admission(Generic[Episode]):
         self.published = version
 
     def _choose(self) -> list[str] | None:
-        """The oldest complete groups; None while they are too few, or while the groups left behind would be more than
-        later batches can take in time."""
+        """The oldest complete groups; None if they are too few, or if the remaining groups would be more than later
+        batches can take in time."""
         if self._complete < self.groups_per_step:
             return None
         chosen = [name for name, group in self._groups.items() if group.complete][: self.groups_per_step]

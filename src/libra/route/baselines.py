@@ -1,6 +1,6 @@
 """Rules that ignore buckets: round robin, least loaded, the less loaded of two, shortest remaining first.
 
-Invariant: under every rule a turn goes only to an instance that holds its context and one more turn.
+Invariant: every rule sends a turn only to an instance that holds its context and one more turn.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ class _Home(Live):
 
 
 class Baseline(StickyPolicy[_Home]):
-    """Base of these rules: eligibility, and following the prefix.
-
-    With `sticky`, a later turn of a trajectory goes where its previous turn went as long as that instance is there,
-    holds the prefix and is eligible. `_choose` is called only for the other turns.
-    """
+    """Base of these rules: eligibility, and prefix affinity. With `sticky`, a later turn of a trajectory goes to the
+    instance of its previous turn as long as that is present, holds the prefix and is eligible. `_choose` is called only
+    for the other turns."""
 
     BUCKETS = False
 
@@ -65,11 +63,11 @@ class Baseline(StickyPolicy[_Home]):
 
     @abstractmethod
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
-        """Position of one of the instances that hold `needed` tokens; None where there is none."""
+        """Position of one of the instances that hold `needed` tokens; None if there is none."""
 
 
 class RoundRobin(Baseline):
-    """Each instance in turn, passing over those that cannot hold the turn. O(1) where all can."""
+    """Each instance in turn, skipping those that cannot hold the turn. O(1) if all can."""
 
     NAME = "round-robin"
     REASON = "next in turn"
@@ -109,9 +107,9 @@ class TwoChoices(Baseline):
     """The less loaded of two different instances drawn at random from those that can hold the turn, ties by id.
 
     Of n instances with a turn each, the fullest has ln ln n / ln 2 + O(1), exponentially fewer than with one draw
-    (Mitzenmacher 2001, "The power of two choices in randomized load balancing"). O(1) where all can hold the turn:
-    only if one of the two drawn cannot, they are drawn again from a list of those that can, which leaves every pair of
-    these equally likely.
+    (Mitzenmacher 2001, "The power of two choices in randomized load balancing"). O(1) if all can hold the turn: only if
+    one of the two drawn cannot, both are drawn again from a list of those that can, so every pair of these is equally
+    likely.
     """
 
     NAME = "two-choices"
@@ -156,7 +154,7 @@ Row = tuple[str | None, ToolState | None]  # task (None: every task) and last to
 class RemainingTable:
     """Mean remaining tokens by task and last tool state, generated and returned together.
 
-    A task that was never seen in a state has the mean of all tasks in that state, or else the mean of all samples. The
+    A task without samples in a state gets the mean of all tasks in that state, or else the mean of all samples. The
     least recently updated rows are evicted.
     """
 
@@ -203,7 +201,7 @@ def _moved(before: tuple[int, float], sample: int) -> tuple[int, float]:
 class ShortestRemaining(LeastLoaded):
     """The `shortest-remaining-first` policy: the least loaded instance, and expected remaining tokens as priority.
 
-    It minimises the mean completion time where the expectation is right, and lets the longest wait. Before any
+    It minimises the mean completion time if the expectation is right, at the expense of the longest. Before any
     trajectory has finished, all turns have the same priority.
     """
 

@@ -27,10 +27,8 @@ def server(
     prefix_at: str | None,
     load: Callable[[Instance], float] = lambda instance: instance.load_tokens,
 ) -> Instance | None:
-    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None where no instance holds them.
-
-    In the bucket it is the one that holds the prefix, else the least loaded, ties by id. O(instances).
-    """
+    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None if no instance holds them. In the
+    bucket it is the one that holds the prefix, else the least loaded, ties by id. O(instances)."""
     return min(
         (it for it in instances if needed <= it.capacity_tokens),
         key=lambda it: (it.bucket < wanted, abs(it.bucket - wanted), it.id != prefix_at, load(it), it.id),
@@ -47,9 +45,9 @@ class Bucketed(StickyPolicy[_Live]):
     """Base of the rules that predict a final context once, before the first turn.
 
     A turn goes to the bucket of the predicted final context, or of the attained context if that is longer. So a
-    trajectory keeps its bucket until it outgrows it, also in the middle of a turn, and then moves to a longer one.
-    With `sticky` a turn goes in its bucket to the instance that holds its prefix; otherwise, and where there is none,
-    to the least loaded.
+    trajectory keeps its bucket until it outgrows it, possibly in the middle of a turn, and then moves to a longer one.
+    With `sticky` a turn goes to the instance of its bucket that holds its prefix; otherwise, and if there is none, to
+    the least loaded.
     """
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
@@ -96,7 +94,7 @@ class Bucketed(StickyPolicy[_Live]):
 
     @abstractmethod
     def _expected(self, request: TurnRequest) -> int:
-        """Predicted final context in tokens, before the first turn; 0 or the context itself where nothing is known."""
+        """Predicted final context in tokens, before the first turn; without evidence 0 or the context itself."""
 
 
 def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | None:
@@ -105,10 +103,8 @@ def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | 
 
 
 class AttainedService(Bucketed):
-    """The `mlfq` policy: the shortest bucket that holds the prompt, then the next one each time it is outgrown.
-
-    A long generation without tools is demoted while it runs, when it outgrows its bucket.
-    """
+    """The `mlfq` policy: the shortest bucket that holds the prompt, then the next one each time the trajectory outgrows
+    its bucket, even within a long generation without tools."""
 
     NAME = "mlfq"
     REASON = "bucket of the attained context"

@@ -1,6 +1,6 @@
 """The routing policies by name.
 
-Invariant: a name means one rule, the same one that its snapshots name.
+Invariant: a name means one rule, also in snapshots.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ POLICIES = tuple(_BY_NAME)
 
 
 def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
-    """A new policy, which has learned nothing yet.
-
-    `sticky`: a later turn follows its trajectory's prefix where it can; `seed` is for rules that draw at random. Raises
-    ValueError for a name that is none of `POLICIES`, and for one that always follows prefixes if `sticky` is false.
-    """
+    """A new, untrained policy. `sticky`: a later turn goes to the instance with its prefix if possible; `seed` is for
+    rules that draw at random. Raises ValueError for a name that is not in `POLICIES`, and for one that always follows
+    prefixes if `sticky` is false."""
     kind = _kind(name)
     if issubclass(kind, TwoChoices):
         return kind(sticky=sticky, seed=seed)
@@ -65,8 +63,8 @@ def ignores_buckets(name: str) -> bool:
 
 
 def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:
-    """The policy `name` as it was when it gave `snapshot`. Raises ValueError as `policy_named`, and if the snapshot is
-    of another policy or format."""
+    """The policy `name` in the state of `snapshot`. Raises ValueError like `policy_named`, and if the snapshot is of
+    another policy or format."""
     return _kind(name).restore(snapshot)
 
 

@@ -1,8 +1,6 @@
-"""C-MLFQ by expected cost: a turn goes where serving the rest of its trajectory is expected to cost least.
-
-Invariant: no turn is placed on an instance that cannot hold its context and one more turn, and none leaves the instance
-that holds its prefix unless it has outgrown it or the expected saving exceeds the price of the move.
-"""
+"""C-MLFQ by expected cost: a turn goes to the instance with the least expected cost of serving the rest of its
+trajectory. ¶ Invariant: no turn is placed on an instance that cannot hold its context and one more turn. No turn leaves
+the instance that holds its prefix unless it has outgrown it or the expected saving exceeds the price of the move."""
 
 from __future__ import annotations
 
@@ -43,18 +41,17 @@ class CMLFQ(LivePolicy[_Live]):
     The remaining tokens of a trajectory are predicted from its tool returns (`Hierarchy`) as a distribution. It gives
     for each bucket the probability that the trajectory outgrows its instances, and the tokens they would serve until
     then. The least loaded eligible instance of each bucket makes an offer, as does the one that holds the prefix. The
-    cheapest offer is taken: service here, service onward, the later move to there, and the move now (`service_cost`).
+    cheapest offer is taken: its cost is service there, service after a later move, that move, and the move now
+    (`service_cost`).
 
-    A bucket groups engines that a plan made for a range of lengths. Its limit is not enforced: a trajectory goes, and
-    stays, where its remaining tokens are expected to be served soonest, by the seconds that instances report or, where
-    they report none, by their loads. So long trajectories gather on fast engines when these are worth it, a crowded
-    bucket sends no turn to a more crowded one, and an idle bucket serves turns that the plan meant for others.
+    A bucket groups engines that a plan made for a range of lengths. Its limit is not enforced: a trajectory goes to,
+    and stays on, the instance expected to serve its remaining tokens soonest, by the instances' reported seconds or,
+    without a report, by their loads. So long trajectories gather on fast engines when these are worth it, a crowded
+    bucket sends no turn to a more crowded one, and an idle bucket serves turns planned for others. Before any
+    trajectory has finished, a turn stays with its prefix, or goes to the least loaded instance that holds it.
 
-    Before any trajectory has finished, a turn stays with its prefix, or goes to the least loaded of all that hold it.
-
-    `priority` is the slack in milliseconds: the time by which the group has to be complete, 0 if that is not known,
-    minus the predicted service time of the remaining tokens. Among turns due at the same time, the one with the longest
-    remaining service is first.
+    `priority` is the slack in milliseconds: the due time of the group, 0 if unknown, minus the predicted service time
+    of the remaining tokens. Among turns due at the same time, the one with the longest remaining service is first.
     """
 
     NAME = "cmlfq"
@@ -173,7 +170,7 @@ def _ask_again(room: float, generated: int, remaining: Remaining | None) -> int 
     """Tokens of the turn at which it exceeds the reach of its instance, or before that its prediction by `_SURPRISE`.
 
     The prediction grows with the generated tokens, and the next call comes at twice these tokens or later, so there are
-    few. None where the context exceeds the reach already: the turn was placed there for lack of a better instance.
+    few. None if the context exceeds the reach already: there was no better instance for the turn.
     """
     if room < 0:
         return None

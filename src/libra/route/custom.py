@@ -1,6 +1,6 @@
 """Routing policies of the user's own, loaded from path.py:Class.
 
-Only a path that the user typed, or wrote into a request, is imported, never one that a plan or a log names.
+Only a path that the user typed, or wrote into a request, is imported, never one from a plan or a log.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class PolicyError(ValueError):
 
 
 class OwnPolicy:
-    """A policy of the user's own: its failures name it, and its answers are placements or None. What else it has, such
-    as `snapshot`, is its own."""
+    """A policy of the user's own: errors name it, and its answers are placements or None. Other attributes, such as
+    `snapshot`, are passed through."""
 
     def __init__(self, name: str, policy: Any) -> None:
         self._name, self._policy = name, policy
@@ -68,7 +68,7 @@ class OwnPolicy:
 def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     """A new policy of the catalogue, or of `path.py:Class`, made without arguments.
 
-    `sticky` and `seed` are for policies of the catalogue: see `policy_named`. A class that ignores buckets says so with
+    `sticky` and `seed` are for policies of the catalogue: see `policy_named`. A class that ignores buckets sets
     `BUCKETS = False`. Raises ValueError with the reason.
     """
     if not is_path(name):
@@ -107,8 +107,8 @@ def looks_at_buckets(policy: Policy) -> bool:
 
 
 def restore_policy(name: str, snapshot: dict[str, Any]) -> Policy:
-    """The policy `name` as it was when it gave `snapshot`. Raises ValueError as `load_policy`, and if the snapshot is
-    of another policy or format."""
+    """The policy `name` in the state of `snapshot`. Raises ValueError like `load_policy`, and if the snapshot is of
+    another policy or format."""
     if not is_path(name):
         return policy_restored(name, snapshot)
     load_policy(name)

@@ -2,8 +2,8 @@
 progress marks of running trajectories.
 
 Invariant: a context's histogram sums everything added to it since it was last evicted. Each addition counts with its
-weight times `2 ** (-n / half_life)`, where n is the number of trajectories counted since, or, for one of an older
-policy version, since the first of a newer version. There are never more than `max_contexts` histograms.
+weight times `2 ** (-n / half_life)`, where n is the number of later trajectories; for one of an older policy version, n
+counts from the first of a newer version. There are never more than `max_contexts` histograms.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReturnEvidence:
 
     @property
     def trajectories(self) -> int:
-        """Trajectories counted so far, forgotten ones too."""
+        """Trajectories counted so far, including forgotten ones."""
         return self._clock
 
     def count(self, version: int, histograms: Mapping[Context, Mapping[int, float]]) -> None:
@@ -107,7 +107,7 @@ class ReturnEvidence:
         return self._table.take([*map(self._rows.get, contexts, repeat(0))], 0)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON values; weights as they are stored, by context in order of use."""
+        """JSON values; weights as stored, by context in order of use."""
         contexts = []
         for context, row in self._rows.items():
             bins = np.flatnonzero(self._table[row])
@@ -134,7 +134,7 @@ class ReturnEvidence:
         return evidence
 
     def _standing(self, version: int) -> int:
-        """The clock from which a trajectory of this version ages."""
+        """The clock value from which a trajectory of this version ages."""
         if not self._versions or version > self._versions[-1]:
             self._versions.append(version)
             self._since.append(self._clock)
@@ -144,8 +144,8 @@ class ReturnEvidence:
         return self._clock if newer == len(self._versions) else self._since[newer]
 
     def _new_row(self, context: Context) -> int:
-        """Assign a row to a context without one, now the most recently used: an empty row, or that of an evicted
-        context, which becomes `_taken`."""
+        """Assign a row to a context without one: an empty row, or that of an evicted context, which becomes `_taken`.
+        The context is then the most recently used."""
         rows = self._rows
         if len(rows) < self.max_contexts:
             row = len(rows) + 1
@@ -172,7 +172,7 @@ class Running:
     """Counts of running trajectories by context and bin. Memory is proportional to the running trajectories.
 
     Each trajectory marks each of its contexts with one bin: the first of the octave of its tokens so far. When it ends
-    its marks are removed, and a context without marks is not kept. By octaves a mark seldom moves, and is still a lower
+    its marks are removed, and a context without marks is not kept. In octaves a mark rarely moves, and is still a lower
     bound.
     """
 
@@ -189,8 +189,8 @@ class Running:
         self._places[trajectory_id] = _Place(own, marks, bin_)
 
     def reached(self, trajectory_id: str, tokens: int) -> None:
-        """Record that a trajectory has `tokens` tokens, generated and returned. Ignored if it does not run, or had more
-        before."""
+        """Record that a trajectory has `tokens` tokens, generated and returned. Ignored if it is not running, or had
+        more before."""
         place = self._places.get(trajectory_id)
         if place is None:
             return
@@ -202,7 +202,7 @@ class Running:
             place.bin = now
 
     def end(self, trajectory_id: str) -> None:
-        """Remove a trajectory that has finished or was given up; no error if it does not run."""
+        """Remove a trajectory that has finished or was given up; no error if it is not running."""
         place = self._places.pop(trajectory_id, None)
         if place is None:
             return
@@ -242,5 +242,5 @@ def _unmark(marks: Marks, bin_: int) -> None:
 
 
 def as_context(values: Iterable[Any]) -> Context:
-    """A context from the lists that JSON turns it into."""
+    """A context from its lists in JSON."""
     return tuple(as_context(value) if isinstance(value, (list, tuple)) else value for value in values)

@@ -62,7 +62,7 @@ class QuantileMatch:
     def match(self, prompt_tokens: int) -> int | None:
         """Final context in tokens; None before any trajectory.
 
-        The rank of a prompt is the share of shorter ones and half the share of equal ones, so where all prompts are
+        The rank of a prompt is the share of shorter ones and half the share of equal ones, so if all prompts are
         equally long every match is the median. The match is the smallest final context that at least this share does
         not exceed. O(log kept), and O(kept log kept) the first time after an `add`.
         """
@@ -80,7 +80,7 @@ class QuantileMatch:
         return np.concatenate([self._ring[oldest : self._added], self._ring[:oldest]])
 
     def _sort(self) -> tuple[Array, Array, Array, Array]:
-        """Sorted prompts, the weight before each and of all, sorted final contexts, and the weight up to each."""
+        """Sorted prompts, the weight before each and of all; sorted final contexts, and the weight up to each."""
         prompts, finals = self._kept().T
         weights = 2.0 ** (-np.arange(len(prompts))[::-1] / self._half_life)
         by_prompt, by_final = np.argsort(prompts, kind="stable"), np.argsort(finals, kind="stable")
@@ -91,8 +91,8 @@ class QuantileMatch:
 class LengthByPrompt(Bucketed):
     """The `length-by-prompt` policy: `QuantileMatch` predicts the final context at the first turn.
 
-    The final context of a trajectory is the most tokens it ever held. Before any has finished, the prediction is the
-    prompt itself.
+    The final context of a trajectory is the most tokens that it ever held. Before any has finished, the prediction is
+    the prompt itself.
     """
 
     NAME = "length-by-prompt"
@@ -122,8 +122,8 @@ class Ridge:
     """Least squares with exponential forgetting and a penalty on all coefficients but the first, the intercept.
 
     It keeps the normal equations, not their inverse: forgetting multiplies them by `decay`, a new sample adds to them,
-    both O(features^2), and the penalty never fades, as it would in a recursively updated inverse. `coefficients` solves
-    them once after each `add`, O(features^3).
+    both O(features^2), and the penalty does not fade, as it would in a recursively updated inverse. `coefficients`
+    solves them once after each `add`, O(features^3).
     """
 
     def __init__(self, features: int, penalty: float, decay: float) -> None:
@@ -182,9 +182,9 @@ def log_k(tokens: int) -> float:
 class LengthPredictor(Bucketed):
     """The `length-predictor` policy: predicts the final context once, at the first turn.
 
-    It stands for predictors that read the prompt (embeddings): in their place it has the `features` that a log of token
-    counts gives. The exponential of the predicted log is the median of a log-normal length. The final context of a
-    trajectory is the most tokens it ever held. Before any has finished, the prediction is the prompt itself.
+    It represents predictors that read the prompt (embeddings): instead of these it uses the `features` of a log of
+    token counts. The exponential of the predicted log is the median of a log-normal length. The final context of a
+    trajectory is the most tokens that it ever held. Before any has finished, the prediction is the prompt itself.
     """
 
     NAME = "length-predictor"

@@ -2,10 +2,8 @@
 
 Invariant: an estimate is a mixture of the histograms of the trajectory's contexts. In it a context of n trajectories
 weighs n / (n + `SHRINKAGE`) against the more general ones, so one old sample never decides, and a context without
-evidence of its own leaves the estimate to them.
-
-Each trajectory counts once in a context, however often it visits it: its visits share one weight, because they repeat
-one another. A prompt's own earlier samples are the two most specific contexts.
+evidence has no weight. Each trajectory counts once in a context: its visits share one weight, because they repeat one
+another. A prompt's own earlier samples are the two most specific contexts.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def contexts_of(
 ) -> tuple[Context, ...]:
     """Contexts of a trajectory after `returns` tool returns, of which the last three are `recent`; general ones first.
 
-    Returns so far and context tokens count by doublings, the finest that few samples can distinguish.
+    Returns so far and context tokens count in octaves, the finest resolution of few samples.
     """
     last, last_two = recent[-1:], recent[-2:]
     depth = returns.bit_length()
@@ -105,7 +103,7 @@ class Hierarchy:
         self._running.reached(request.trajectory_id, max(0, tokens))
 
     def ended(self, trajectory_id: str) -> None:
-        """Remove a trajectory without learning from it; no error if it does not run."""
+        """Remove a trajectory without learning from it; no error if it is not running."""
         self._running.end(trajectory_id)
 
     def predict(self, request: TurnRequest, states: Sequence[ToolState]) -> Remaining | None:
@@ -156,7 +154,7 @@ def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]
 
 
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:
-    """Share of the visits in each bin."""
+    """Share of the visits that are in each bin."""
     visits = len(bins)
     shares = dict.fromkeys(bins, 1 / visits)
     if len(shares) == visits:

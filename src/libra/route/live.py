@@ -25,8 +25,8 @@ L = TypeVar("L", bound=Live)
 
 
 class LivePolicy(Policy, Generic[L]):
-    """The part of a `Policy` that all rules share: dropping state, and snapshots. By default a turn stays on bucket
-    overrun, and nothing is learned."""
+    """The common part of all policies: dropping state, and snapshots. By default a turn stays on bucket overrun, and
+    nothing is learned."""
 
     NAME: ClassVar[str]
     BUCKETS: ClassVar[bool] = True  # whether the rule uses the bucket of an instance
@@ -100,10 +100,9 @@ class LivePolicy(Policy, Generic[L]):
 
 
 class StickyPolicy(LivePolicy[L]):
-    """A rule for which following prefixes is optional: with `sticky`, a later turn goes where its prefix is if it can.
-
-    A rule with state besides that of its trajectories saves and restores it in `_rule` and `_resume_rule`.
-    """
+    """A rule with optional prefix affinity: with `sticky`, a later turn goes to the instance with its prefix if
+    possible. A rule with more state than that of its trajectories saves and restores it in `_rule` and
+    `_resume_rule`."""
 
     REASON: ClassVar[str]  # of a placement that follows no prefix
 

@@ -1,6 +1,6 @@
 """Total and least loads of a fleet's instances, by a scan of all or from an index that follows changes.
 
-Invariant: an `IndexedFleet` always returns the loads that a scan of its instances would.
+Invariant: an `IndexedFleet` always returns the same loads as a scan of its instances.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def _looked_at(instances: Iterable[Instance], needed: int) -> Loads:
 
 
 class WatchedInstance(Instance, Protocol):
-    """An `Instance` that may report when its load has changed."""
+    """An `Instance` that may report changes of its load."""
 
     def watch(self, changed: Callable[[], object]) -> bool:
-        """Call `changed` on every change of the load from now on, instead of any callback given before. False: the
-        instance cannot report changes, or its `recall_rate` may be above 0; it has to be read each time."""
+        """Call `changed` on every change of the load from now on, instead of an earlier callback. False: the instance
+        cannot report changes, or its `recall_rate` may be above 0; it has to be read each time."""
 
 
 W = TypeVar("W", bound=WatchedInstance)

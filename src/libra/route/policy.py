@@ -16,7 +16,7 @@ from libra.trajectory import ToolStatus, Trajectory
 
 
 class Instance(Protocol):
-    """The properties of a healthy engine instance that a policy may read."""
+    """The properties of a healthy engine instance that policies may read."""
 
     @property
     def id(self) -> str:
@@ -32,34 +32,33 @@ class Instance(Protocol):
 
     @property
     def load_tokens(self) -> int:
-        """Tokens of work that it has accepted and not finished."""
+        """Accepted and unfinished tokens of work."""
 
     @property
     def token_seconds(self) -> float | None:
-        """Seconds to generate one token of one more sequence, in addition to all accepted work; sequences take turns
-        where they do not fit at once. None: not known. For a lent instance, at the share of time that its lender
-        grants."""
+        """Seconds to generate one token of one more sequence, in addition to all accepted work; sequences that do not
+        fit together alternate. None: not known. For a lent instance, at the granted share of time."""
 
     @property
     def recall_rate(self) -> float:
-        """Expected recalls per second by its lender, upon which its turns continue elsewhere; 0: not lent."""
+        """Expected recalls per second by its lender, which move its turns to other instances; 0: not lent."""
 
     @property
     def prompt_wait_seconds(self) -> float:
-        """Seconds until another engine has computed a turn's prompt, before this one can generate; 0 where this engine
-        computes prompts itself, as its load accounts for them."""
+        """Seconds until another engine has computed a turn's prompt and this one can generate; 0 if this engine
+        computes prompts itself, as its load includes them."""
 
 
 class Fleet(Protocol):
     """The instances a request may go to. An unhealthy or stopping instance is left out, not marked.
 
     A policy reads it during one call and keeps no reference to it. So a fleet may be a live object whose instances
-    change between calls, or, where the instances change concurrently and copying is cheap, a `View` of one moment.
+    change between calls, or, if the instances change concurrently and copying is cheap, a `View` of one moment.
     """
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """In any order, but the same order as long as the same instances are in it."""
+        """Instances in any order, which stays the same as long as the set does."""
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -181,16 +180,14 @@ class Policy(Protocol):
         """
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        """Place the turn that follows a tool return. None as for `place`. Raises ValueError if the trajectory was never
+        """Place the turn that follows a tool return. None as in `place`. Raises ValueError if the trajectory was never
         placed."""
 
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        """Place again a turn that has generated the `ask_again` tokens of its placement and is not finished.
-
-        `request` is the one that was placed. None: the turn stays, and this is not called again. A placement on its own
-        instance: the turn stays, and `ask_again`, counted from the turn's start, is when to call next. A placement on
-        another instance: the turn is stopped, and continues there from the tokens that it has generated.
-        """
+        """Place again an unfinished turn that has generated the `ask_again` tokens of its placement. `request` is the
+        placed one. None: the turn stays, and this is not called again. A placement on its own instance: the turn stays,
+        and this is called again at `ask_again` tokens from the turn's start. A placement on another instance: the turn
+        is stopped, and continues there after its generated tokens."""
 
     def finished(self, trajectory: Trajectory) -> None:
         """Learn from a finished trajectory, routed here or read from a log, and drop its routing state."""
@@ -199,7 +196,7 @@ class Policy(Protocol):
         """Drop the state of an abandoned trajectory without learning from it; no error if it was never placed."""
 
     def instance_gone(self, instance: str) -> None:
-        """The instance stopped and its prefixes are lost, even if one of the same name comes back."""
+        """The instance stopped and its prefixes are lost, even if one of the same name returns."""
 
     def snapshot(self) -> dict[str, Any]:
         """All state as JSON values, with a format number; shares nothing with the policy."""

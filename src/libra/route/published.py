@@ -2,8 +2,8 @@
 
 Invariant: a trajectory changes bucket by estimate only if the mean and the P90 of its remaining tokens fit the same
 other bucket, and no turn is ever placed on an instance that cannot hold it. The estimates are those of a prefix tree
-over tool-return states. A node has exactly one remainder for each trajectory added through it since it was created: the
-tokens generated and returned from the node to the end, without the return that leads to it. The tree never holds more
+over tool-return states. A node has exactly one remainder for each trajectory added through it since its creation: the
+tokens generated and returned from the node to the end, excluding the return that leads to it. The tree never holds more
 than `max_nodes` nodes below its root.
 """
 
@@ -28,7 +28,7 @@ MAX_NODES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Remaining tokens as one node saw them: `mean` over all `count` samples, `p90` over the latest `RECENT`."""
+    """Remaining tokens at one node: `mean` over all `count` samples, `p90` over the latest `RECENT`."""
 
     count: int
     mean: float
@@ -63,8 +63,8 @@ class Node:
 class CausalTree:
     """Remaining-token evidence by prompt and ordered tool-return states.
 
-    Prompts are kept in order of their latest update. When the tree is full, whole prompts are evicted from the oldest
-    on; a prompt that fills the tree alone gets no more nodes, and its existing nodes keep counting.
+    Prompts are kept in order of their latest update. When the tree is full, whole prompts are evicted, oldest first; a
+    prompt that fills the tree alone gets no more nodes, and its existing nodes continue to count.
     """
 
     def __init__(self, max_nodes: int = MAX_NODES) -> None:
@@ -77,12 +77,12 @@ class CausalTree:
 
     @property
     def trajectories(self) -> int:
-        """Trajectories added, those of evicted prompts included."""
+        """Number of added trajectories, including those of evicted prompts."""
         return self._everyone.count
 
     @property
     def size(self) -> int:
-        """Nodes held, the root excluded."""
+        """Number of nodes without the root."""
         return self._size
 
     def add(self, trajectory: Trajectory) -> None:
@@ -191,10 +191,10 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
     in the causal tree, and it migrates when the mean and the P90 of the remaining tokens fit the same other bucket.
 
-    The rule buckets the remainder alone, while the limits of a fleet are final contexts. So a bucket's limit on the
-    remainder is its limit less the mean prompt of the finished trajectories: at the start of a trajectory the final
-    context is the prompt plus the remainder, and there both readings name the same bucket for the average prompt. The
-    last bucket takes whatever is longer.
+    The rule buckets only the remainder, while the limits of a fleet are final contexts. So a bucket's limit on the
+    remainder is its limit minus the mean prompt of the finished trajectories: at the start of a trajectory the final
+    context is the prompt plus the remainder, so both limits give the same bucket for an average prompt. The last bucket
+    also takes longer ones.
 
     An instance is eligible if it holds the context and one more turn. If the bucket has no eligible instance, the next
     larger bucket that has one serves the turn, else the next smaller one. In the bucket the turn goes to the instance
@@ -241,7 +241,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         return _Live(instance, prefix_there, bucket, [ToolState(*state) for state in states])
 
     def _wanted(self, live: _Live, prompt_id: str, limits: tuple[int, ...]) -> tuple[int, str]:
-        """The bucket that mean and P90 agree on, or the trajectory's own bucket if they do not, with the reason."""
+        """The bucket that mean and P90 agree on, or otherwise the trajectory's own bucket, with the reason."""
         estimate = self._tree.estimate(prompt_id, live.states)
         if estimate is None:
             return live.bucket, "no evidence"
@@ -255,7 +255,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         )
 
     def _serve(self, live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
-        """Place in the wanted bucket or the nearest that can hold the turn, and record the bucket."""
+        """Place the turn in the wanted bucket or the nearest that can hold it, and record the bucket."""
         needed = request.context_tokens + fleet.turn_tokens
         chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)
         if chosen is None:

@@ -1,7 +1,7 @@
 """Remaining tokens of a trajectory, as a distribution over bins that widen with the length.
 
-Invariant: mean, quantiles and probabilities of a distribution follow from one set of shares, each spread evenly over
-its bin, of the lengths that have not been outlived.
+Invariant: mean, quantiles and probabilities of a distribution follow from one set of shares of the still possible
+lengths, each spread evenly over its bin.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ _BEFORE = BINS + 1  # where the second map begins
 
 
 class Remaining:
-    """Tokens that a trajectory generates and gets from tools from some moment to its end; immutable.
-
-    `weights` are by bin, each 0 or more, with any sum above 0.
-    """
+    """Tokens that a trajectory generates and gets from tools from a given moment to its end; immutable. `weights` are
+    by bin, each 0 or more, with any sum above 0."""
 
     __slots__ = ("_at", "_past", "_past_before", "_past_reach", "_weights", "mean")
 
@@ -71,10 +69,8 @@ class Remaining:
         return cls(weights)
 
     def after(self, tokens: float) -> Remaining:
-        """The distribution of what remains once `tokens` more have passed, given that more are needed.
-
-        If no evidence needed more, the remaining tokens are assumed to be about as many as those that have passed.
-        """
+        """The remaining tokens after `tokens` more, given that more are needed. Without evidence beyond that, they are
+        assumed to be about as many as those before."""
         past = self._past + tokens
         before, reach = self._raw(past)
         if reach <= _NEGLIGIBLE * self._at.item(0):
@@ -96,8 +92,8 @@ class Remaining:
         return (before - self._past_before) / self._past_reach, reach / self._past_reach
 
     def interrupted(self, rate: float, tokens: float = math.inf) -> tuple[float, float]:
-        """Probability that an interruption comes before the end and within `tokens`, and the mean tokens passed by
-        then, 0 where it cannot come. Interruptions are a Poisson process with `rate` (above 0) per token.
+        """Probability that an interruption comes before the end and within `tokens`, and the mean tokens before it; 0
+        if it cannot come. Interruptions are a Poisson process with `rate` (above 0) per token.
 
         The integrals of rate * exp(-rate * x) * P(more than x remain), and of x times that, bin by bin.
         """
@@ -132,8 +128,8 @@ class Remaining:
         return max(0.0, EDGES[bin_] + part * (EDGES[min(BINS, bin_ + 1)] - EDGES[bin_]) - self._past)
 
     def _raw(self, tokens: float) -> tuple[float, float]:
-        """The weighted tokens before the length `tokens`, and the weight that reaches it; `tokens` includes those
-        outlived."""
+        """The weighted tokens before the length `tokens`, and the weight that reaches it; `tokens` counts from the
+        start of the distribution."""
         item = self._at.item
         bin_ = bisect_right(EDGES, tokens) - 1
         if bin_ >= BINS:

@@ -1,8 +1,8 @@
 """Expected cost of serving the rest of a trajectory on an instance.
 
 Invariant: a cost depends on the instance, the longer ones that could take over, and the remaining tokens, not on the
-trajectory's present instance. Only the price of moving its context does. So with the same evidence and loads, a move
-that was worth its price is never worth reversing.
+trajectory's present instance. Only the price of moving its context does. So with unchanged evidence and loads, a
+worthwhile move is never worth reversing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ TOKEN_SECONDS = 0.02
 class MigrationCost:
     """Seconds to move a context of n tokens to another instance: `fixed_seconds + seconds_per_token * n`.
 
-    The default is the upper bound that the published C-MLFQ states for a move to another node: 40K tokens in less than
-    733 ms.
+    The default is the upper bound in the C-MLFQ paper for a move to another node: 40K tokens in less than 733 ms.
     """
 
     fixed_seconds: float = 0.0
@@ -40,12 +39,13 @@ class MigrationCost:
                 raise ValueError(f"{name} is {seconds}; give seconds, 0 or more and finite")
 
     def __deepcopy__(self, _memo: object) -> MigrationCost:
-        """Itself, as it is immutable. The default would set attributes of a copy, which the compiled class refuses."""
+        """Itself, as it is immutable. The default would set attributes of a copy, which the compiled class does not
+        allow."""
         return self
 
     def seconds(self, context_tokens: float, load_tokens: float) -> float:
         """Seconds that a move costs the trajectory and those that it delays: an instance with a load of m tokens serves
-        m / n others of its size, and each of them waits as long."""
+        m / n others of its size, and each of them waits equally long."""
         if context_tokens <= 0:
             return self.fixed_seconds
         others = load_tokens / context_tokens
@@ -54,7 +54,7 @@ class MigrationCost:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """The terms at which an instance would serve a turn. Not frozen, as freezing would cost more than the decision."""
+    """The terms of serving a turn on an instance. Not frozen, as freezing would cost more than the decision."""
 
     instance: Instance
     load_tokens: int
@@ -66,17 +66,17 @@ class Offer:
 
 def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: float) -> tuple[list[Offer], Offer | None]:
     """Offers of the least loaded instance of each bucket that holds `needed` tokens, and of the least loaded lent one;
-    ties by id, longest bucket first. Also the offer of the instance `prefix_at`, if it is there and holds them.
+    ties by id, longest bucket first. Also the offer of the instance `prefix_at`, if it is present and holds them.
     O(instances), unless the fleet is indexed (`loads_of`).
 
-    An instance reports its seconds for all the work that it has accepted. One that reports none is assumed to need
-    `TOKEN_SECONDS` at the mean load of all that hold `needed` tokens, half of that when idle, and half more for each
-    further mean load. A turn's wait for its prompt is divided among its tokens, `turn_tokens` on average (0: not known,
-    and such waits are not counted).
+    An instance reports its seconds for all accepted work. Without a report it is assumed to need `TOKEN_SECONDS` at the
+    mean load of all that hold `needed` tokens, half of that when idle, and half more for each further mean load. A
+    turn's wait for its prompt is divided among its tokens, `turn_tokens` on average (0: not known, and such waits are
+    not counted).
 
-    The limit of a bucket is not enforced: an instance serves whatever its memory holds. A turn that has outgrown the
-    bucket leaves it only where another instance is expected to serve it sooner. If every such turn had to leave, work
-    that the planner did not foresee would gather in the last bucket while the others idle.
+    The limit of a bucket is not enforced: an instance serves all that its memory holds. A turn that has outgrown the
+    bucket leaves it only if another instance is expected to serve it sooner. If every such turn had to leave,
+    unforeseen work would gather in the last bucket while the others idle.
     """
     loads = loads_of(fleet, needed)
     if not loads.instances:
@@ -121,12 +121,10 @@ def _offer(instance: Instance, load: int, per_load: float, onward: Offer | None,
 def service_cost(
     remaining: Remaining, context_tokens: int, offer: Offer, migration: MigrationCost, share: float = 1.0
 ) -> float:
-    """Expected seconds. The tokens that fit are served here, the others onward, for which the context has to move. The
-    context of a lent instance also has to move if a recall comes before the last of the tokens that fit.
-
-    Only `share` of the service, and of the time in which a recall may come, counts, as offers are reliable only that
-    far ahead; the move counts in full.
-    """
+    """Expected seconds. Tokens that fit are served on this instance, the others on a longer one, for which the context
+    has to move. The context of a lent instance also has to move if a recall comes before the last token that fits. Only
+    `share` of the service, and of the time for a recall, counts, as offers are reliable only that far ahead; the move
+    counts in full."""
     onward, recalls = offer.onward, offer.instance.recall_rate
     if onward is None:
         cost = share * remaining.mean * offer.token_seconds
@@ -150,10 +148,10 @@ def cheapest(
     migration: MigrationCost,
     turn_tokens: float,
 ) -> Offer:
-    """The cheapest of one offer or more; ties stay at `home`, where the prefix is, then go by load and id.
+    """The cheapest of one offer or more; ties go to `home`, which has the prefix, then by load and id.
 
     A first placement weighs the offers over all remaining tokens. A move is weighed over one turn of `turn_tokens`, the
-    trajectory's own, because loads change and the move is still possible at the next return.
+    trajectory's own, because loads change and the move remains possible at the next return.
     """
     mean, share = remaining.mean, 1.0
     chosen = offers[0]

@@ -12,7 +12,7 @@ class SessionHash(StickyPolicy[Live]):
     """The `sticky` policy: all turns of a trajectory go to one instance, whatever its load.
 
     Of the instances that hold the turn it is the one with the highest hash of both ids (rendezvous hashing, Thaler and
-    Ravishankar 1998): when an instance comes or goes, all other trajectories stay where they are. O(instances). Without
+    Ravishankar 1998): when an instance joins or leaves, all other trajectories stay in place. O(instances). Without
     `sticky`, it hashes each turn by itself.
 
     The hash must mix its bits. A linear one, such as CRC, ranks instances alike for half of all sessions: of three

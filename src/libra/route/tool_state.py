@@ -31,14 +31,14 @@ def payload_class(returned_tokens: int) -> PayloadClass:
 
 @lru_cache(maxsize=4096)
 def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
-    """The state of a tool return: one object for all equal states, since these are stored and compared often."""
+    """The state of a tool return: one object for all equal states, since they are stored and compared often."""
     return ToolState(tool, payload, status)
 
 
 def remainders(trajectory: Trajectory) -> Iterator[tuple[int, ToolState | None, int]]:
     """The tokens generated and returned from the start on, and from each tool return on: (number of the turn that
-    begins there, state of the return, tokens). Raises ValueError for an unfinished trajectory, where they are unknown.
-    """
+    begins there, state of the return, tokens). Raises ValueError for an unfinished trajectory, where they are
+    unknown."""
     require_finished(trajectory)
     remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
     yield 0, None, remaining

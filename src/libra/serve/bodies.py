@@ -1,7 +1,7 @@
 """Request bodies within their limits.
 
-Invariant: a body is never larger than its listener's limits, as sent and as decompressed, and all bodies in flight take
-no more memory than these allow. Decompression yields to other requests after each piece.
+Invariant: a body is never larger than its listener's limits, as sent and as decompressed, and all bodies in flight are
+within the memory limit. Decompression yields to other requests after each piece.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FORMATS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate
 
 
 async def body_of(request: web.Request, most: int | None = None) -> bytes:
-    """Read the whole body, decompressed. `most`: its bytes, if less than the application takes. Raises `RefusedRequest`
-    if it is too large, damaged, or arrives too slowly."""
+    """Read the whole body, decompressed. `most`: its bytes, if less than the application's limit. Raises
+    `RefusedRequest` if it is too large, damaged, or arrives too slowly."""
     limits = request.app[CONNECTIONS].limits
     most = request.client_max_size if most is None else min(most, request.client_max_size)
     if request.content_length is not None and request.content_length > most:

@@ -1,7 +1,7 @@
 """Connections of a process that serves HTTP.
 
 Invariant: a listener never has more connections than its limits and the limit of open files allow. At that number a new
-connection takes the place of the one that has been idle longest; where none is idle it gets status 503 and is closed.
+connection replaces the longest idle one; if none is idle it gets status 503 and is closed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOLD_SECONDS = 60.0  # between two lines about that
 
 
 def within_open_files(limits: HttpLimits) -> HttpLimits:
-    """Limits with as many connections as the limit of open files has room for."""
+    """Limits with as many connections as the limit of open files permits."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits
@@ -65,7 +65,7 @@ class Connections:
         return socket.socket(family, kind, protocol)
 
     def admit(self) -> bool:
-        """Make room for a connection that was accepted. False: there is none."""
+        """Make room for an accepted connection. False: there is none."""
         self.made += 1
         if self.open < self.limits.connections:
             return True
@@ -83,7 +83,8 @@ class Connections:
         self.busy[connection] = 0
 
     def hold(self, connection: web.RequestHandler, count: int) -> bool:
-        """Count `count` more bytes of the body of its request in flight. False: that is too much for all of them."""
+        """Count `count` more bytes of the body of its request in flight. False: that exceeds the limit for all
+        bodies."""
         if self.body_bytes + count > self.limits.bodies_bytes:
             return False
         self.body_bytes += count
@@ -91,7 +92,7 @@ class Connections:
         return True
 
     def end(self, connection: web.RequestHandler) -> None:
-        """Note that the request of this connection is not in flight any more."""
+        """Note that the request of this connection is no longer in flight."""
         self.body_bytes -= self.busy.pop(connection)
         if connection.transport is not None:  # it may have been lost
             self.idle[connection] = None
@@ -127,8 +128,8 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to a request that never became one, in OpenAI's shape. aiohttp's own message quotes the request,
-        which may hold a token."""
+        """The answer to a malformed request, in OpenAI's shape. aiohttp's own message quotes the request, which may
+        hold a token."""
         super().handle_error(request, status, exc, None)
         if isinstance(exc, LineTooLong):
             said = "a line of the request's head is too long: send shorter headers"
@@ -170,7 +171,7 @@ class RefusedConnection(asyncio.Protocol):
 
 @contextmanager
 def told_once(log: logging.Logger) -> Iterator[None]:
-    """Replaces the traceback that asyncio logs for each connection it has no file descriptor for by a line a minute."""
+    """Replaces asyncio's traceback for each connection without a file descriptor by one line a minute."""
     loop = asyncio.get_running_loop()
     before, told = loop.get_exception_handler(), -_TOLD_SECONDS
 

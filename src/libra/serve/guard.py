@@ -1,8 +1,9 @@
 """Access control of an HTTP listener.
 
-Invariant: a page in a browser on this machine cannot use a listener, whatever name it gave to this address: the `Host`
-of a request names this machine, its `Origin` is the listener's own, and a body is declared as JSON, which browsers do
-not send to another origin without asking it first. A listener that other machines can reach requires a bearer token.
+Invariant: a page in a browser on this machine cannot use a listener, even by a name that resolves to its address: the
+`Host` of a request names this machine, its `Origin` is the listener's own, and a body is declared as JSON, which
+browsers do not send to another origin without asking it first. A listener that other machines can reach requires a
+bearer token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _READS = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Checks requests to a listener on `host`. `token`: bearer token that they must show. Raises ValueError where other
+    """Checks requests to a listener on `host`. `token`: bearer token that they must have. Raises ValueError if other
     machines can reach the listener and there is no token."""
 
     host: str
@@ -95,7 +96,7 @@ def read_token(path: Path) -> str:
 
 
 def _is_browser(request: web.Request) -> bool:
-    """Whether somebody looks at a page, and can be asked for the token."""
+    """Whether a browser sent the request, which can be asked for the token."""
     return "text/html" in request.headers.get(hdrs.ACCEPT, "")
 
 
@@ -114,7 +115,7 @@ def _shown_token(authorization: str) -> bytes:
 
 @lru_cache(_HOSTS)
 def _names_this_machine(host: str) -> bool:
-    """Whether a `Host` header, with or without a port, does."""
+    """Whether a `Host` header, with or without a port, names this machine."""
     try:
         return is_local(urlsplit(f"//{host}").hostname or "")
     except ValueError:

@@ -1,9 +1,9 @@
-"""HTTP as the gateway, emulated engines and metrics serve it, with thousands of requests in flight.
+"""HTTP servers of the gateway, emulated engines and metrics, with thousands of requests in flight.
 
 Invariants: the address is announced once it answers, and at shutdown pending requests end within a second. A connection
 that sends no request, or reads nothing of its response, is closed in time. The garbage collector runs only after
-`_CONNECTIONS` new connections, and only if the process has grown by what these leave; or after a rush, when few
-connections are left, and then free memory goes back to the system. It visits every object of every request in flight,
+`_CONNECTIONS` new connections, and only if the process has grown by their garbage. It also runs after a rush, when few
+connections are left, and then free memory is returned to the system. It visits every object of every request in flight,
 and Python would run it whenever their number grows. Yet requests leave no garbage: the only reference cycles are those
 of closed transports, before Python 3.12.
 """
@@ -47,8 +47,8 @@ _MANY, _QUIET = 256, 0.1  # connections, and the share of them at which a rush i
 
 
 class _MalformedRequests(logging.Filter):
-    """Reduces a malformed request, for which aiohttp logs a traceback as for a bug of the application, to a debug line.
-    The sender gets status 400."""
+    """Logs a malformed request as a debug line instead of aiohttp's traceback, which looks like a bug of the
+    application. The sender gets status 400."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -67,7 +67,7 @@ async def serving(
     application: web.Application, host: str, port: int, limits: HttpLimits = EMULATOR, token: str | None = None
 ) -> AsyncIterator[str]:
     """Yields the address; port 0 takes any free port. `token`: bearer token that clients must show. Raises OSError,
-    with host and port, if it cannot listen, and ValueError without a token where other machines can reach the host."""
+    with host and port, if it cannot listen, and ValueError without a token if other machines can reach the host."""
     guard = Guard(host, token)
     limits = within_open_files(limits)
     connections = application[CONNECTIONS] = Connections(limits)
@@ -144,14 +144,14 @@ async def serve(
 
 
 def _return_large_blocks() -> None:
-    """Return the memory of large bodies to the system when they are done: glibc would raise this threshold with each of
-    them, and then keep them in its heap. Does nothing where the C library is another."""
+    """Return the memory of large bodies to the system after their use: glibc would raise this threshold with each of
+    them, and then keep them in its heap. Does nothing with another C library."""
     _glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 @asynccontextmanager
 async def collecting_rarely(connections: Connections) -> AsyncIterator[None]:
-    """Collect only as the module says, and never visit the objects that exist now."""
+    """Collect only as the module describes, and never visit the present objects."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -181,7 +181,7 @@ async def _collect(connections: Connections) -> None:
 
 
 def _glibc(function: str, *arguments: int) -> None:
-    """Call a function of glibc's allocator. Does nothing where the C library is another."""
+    """Call a function of glibc's allocator. Does nothing with another C library."""
     found = getattr(ctypes.CDLL(None), function, None)
     if found is not None:
         found(*arguments)

@@ -1,8 +1,6 @@
-"""A page in a browser that renews itself: what the pages of a run and of a router share.
-
-Invariant: a page is made in a process of its own, which comes after everything else. A browser fetches it when there is
-a newer one, and keeps its place in it.
-"""
+"""A page in a browser that renews itself: the common part of the pages of a run and of a router. ¶ Invariant: a
+low-priority process of its own makes the page. A browser fetches it when there is a newer one, and keeps its scroll
+position."""
 
 from __future__ import annotations
 
@@ -50,18 +48,18 @@ class LivePage(Protocol):
 
     @property
     def version(self) -> int:
-        """A number that grows with each page that is another one."""
+        """A number that grows with each changed page."""
 
     @property
     def trouble(self) -> str:
-        """Why no newer page can be made now; empty: one can."""
+        """Reason why no newer page can be made now; empty: one can."""
 
     async def newest(self) -> str:
         """The page, as HTML."""
 
 
 def alive(html: str, state: str, version: int) -> str:
-    """The page with a line about its state, and what renews it."""
+    """The page with a line about its state, and the code that renews it."""
     html = html.replace("<main>", f'<main>\n<p id="live" class="note">{escape(state)}</p>', 1)
     return html.replace("</body>", _SCRIPT % version, 1)
 

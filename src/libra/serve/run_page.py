@@ -1,8 +1,5 @@
-"""The page of a run in a browser: while the run goes on, and after its end.
-
-Invariant: it is the page of `libra report`, made from the run's records, so the run notices nothing. One page is made
-at a time.
-"""
+"""The page of a run in a browser, during the run and after its end. ¶ Invariant: it is the page of `libra report`, made
+from the run's records, so the run is not affected. One page is made at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _LOOK_SECONDS = 2.0  # between two looks at the records
 
 @dataclass(eq=False)
 class RunPage:
-    """The newest page of a run directory. `version` counts the pages that were made."""
+    """The newest page of a run directory. `version` counts the pages made."""
 
     run: Path
     html: str = ""
@@ -33,7 +30,7 @@ class RunPage:
     _seen: tuple[object, ...] = ()
 
     async def look(self, executor: Executor) -> None:
-        """Make the page again where a record changed since the last one."""
+        """Make the page again if a record changed since the last one."""
         seen = (*_records(self.run), ("process", running_process(self.run) or 0, 0))
         if seen == self._seen:
             return
@@ -69,7 +66,7 @@ def _records(run: Path) -> tuple[tuple[str, int, int], ...]:
 
 @asynccontextmanager
 async def run_page(run: Path) -> AsyncIterator[web.Application]:
-    """An application with the page at `/` and its number at `/version`. Raises what `render_report` raises."""
+    """An application with the page at `/` and its number at `/version`. Raises the errors of `render_report`."""
     page = RunPage(run)
     with page_maker() as executor:
         await page.look(executor)

@@ -1,1 +1,1 @@
-"""Which engines serve requests within latency limits: the menu, a bound, simulation, and what comes of them."""
+"""Engines that serve requests within latency limits: the menu, a bound, simulation, and the results."""

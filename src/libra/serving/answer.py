@@ -14,9 +14,9 @@ from typing import Any, Literal
 from libra.serving.candidate import ServingCandidate
 from libra.serving.holding import Check, Held
 from libra.serving.ladder import HIGHEST, rate_of
-from libra.serving.objective import Metric
 from libra.serving.question import BRIEF, LASTING, SizingQuestion
-from libra.serving.trial import Trial, statistic
+from libra.serving.trial import Trial
+from libra.serving.verdict import tenths
 
 _BUSY = 0.8  # share of its bandwidth from which a network is mentioned
 
@@ -37,7 +37,7 @@ class Point:
 
     @property
     def tightest(self) -> tuple[float, str, str]:
-        """The largest share of a limit that a check reached, the objective's name and the check's."""
+        """The largest share of a limit that a check reached, with the names of objective and check."""
         return max((share, name, check.name) for check in self.checks for name, share in check.shares.items())
 
     @property
@@ -103,11 +103,11 @@ class SizingAnswer:
 
     @property
     def told(self) -> bool:
-        """Whether there are points whose rate was given, or for which the requests are enough to determine the rate."""
+        """Whether there are points with a given rate, or with enough requests to determine it."""
         return bool(self.points) and (self.question.rate is not None or self.caution() is None)
 
     def claim(self) -> str:
-        """Comparison of the best point with the rest of the menu, and how it is known."""
+        """Comparison of the best point with the rest of the menu, and its certainty."""
         if self.points and not self.told:
             return "the requests are too few to tell a rate"
         given = self.question.rate is not None
@@ -127,7 +127,7 @@ class SizingAnswer:
         return text
 
     def caution(self) -> str | None:
-        """A warning if there are so few requests that a deployment may serve all in time although its backlog grows."""
+        """A warning if the requests are so few that a deployment may serve all in time although its backlog grows."""
         if not self.points:
             return None
         fastest, wait = max((it.trial for it in self.points), key=lambda it: it.rate), self.question.shortest_wait
@@ -192,7 +192,7 @@ class SizingAnswer:
 
 
 def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate, Point]]:
-    """Points that no other dominates, best value first; and for each of the others one that dominates it."""
+    """Points that no other dominates, best value first; and for each other point one that dominates it."""
     ordered = sorted(points, key=lambda it: (-it.value, it.tenths, it.criteria))  # none dominates one before it
     kept: list[Point] = []
     beaten: dict[ServingCandidate, Point] = {}
@@ -216,16 +216,6 @@ def point_of(question: SizingQuestion, candidate: ServingCandidate, bound: float
     )
 
 
-def tenths(question: SizingQuestion, ttft: float, tpot: float) -> tuple[int, int]:
-    """TTFT and TPOT in tenths of their limits, rounded up and 10 at most; 0 where nothing limits them."""
-
-    def of(metric: Metric, seconds: float) -> int:
-        its = statistic(question, metric)
-        return min(ceil(10 * seconds / its.limit), 10) if its in question.objectives else 0
-
-    return of("ttft", ttft), of("tpot", tpot)
-
-
 def rival(least: tuple[int, int], kept: Sequence[Point]) -> Point | None:
     """The point of the highest value that is no slower than a candidate with `least` tenths of the limits."""
     return max(
@@ -236,7 +226,7 @@ def rival(least: tuple[int, int], kept: Sequence[Point]) -> Point | None:
 
 
 def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Trial) -> str:
-    """The objective that is nearest to its limit, and the use of the pool that it waits for."""
+    """The objective nearest to its limit, and the use of the pool that it waits for."""
     near = max(question.objectives, key=lambda it: trial.latency[it.name] / it.limit)
     other = "decode" if near.metric == "ttft" else "prefill"
     its = [both for both in zip(candidate.pools, trial.pools, strict=True) if both[0].role != other]

@@ -1,8 +1,8 @@
 """Upper bounds on rates and lower bounds on latencies: without queueing, by lower bounds on prices.
 
-Invariant: a rate that is refused here is missed in simulation, too. Work is the requests' demand on one pool, on any of
-its engines. It must be done by the latest instants at which the requests may be served, except that of the most
-expensive requests that may miss an objective.
+Invariant: a rate refused here also fails in simulation. Work is the requests' demand on one pool, on any of its
+engines. It must be done by the latest times at which the requests may be served, except for the most expensive
+requests, which may miss an objective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from libra.serving.objective import Metric, Objective
 from libra.serving.priced_work import PricedWork
 from libra.serving.question import SizingQuestion
 from libra.serving.request_work import RequestWork, WorkDeadline, deadlines
-from libra.serving.trial import SHOWN, statistic
+from libra.serving.verdict import SHOWN, statistic
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.speculative import Speculative
 
@@ -90,7 +90,7 @@ class Bounds:
         return ttft, tpot
 
     def least(self, candidate: ServingCandidate, objective: Objective) -> float:
-        """Least value of the objective in seconds, without any queue; infinite where its engines have no room."""
+        """Least value of the objective in seconds, without any queue; infinite if its engines have no room."""
         try:
             taken = self._latency(candidate, [self._on(pool.shape) for pool in candidate.pools])[objective.metric]
         except NoRoomError:
@@ -202,7 +202,7 @@ class Bounds:
 
 
 def refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Collection[ServingCandidate]) -> None:
-    """Raise ValueError where an objective is below the least latency of the menu without a queue."""
+    """Raise ValueError if an objective is below the least latency of the menu without a queue."""
     for objective in question.objectives:
         least = min(bounds.least(it, objective) for it in candidates)
         if objective.limit < least < inf:

@@ -70,7 +70,7 @@ class EngineSetup:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that schedule by themselves."""
+        """Number of ranks that schedule separately."""
         if self.parallel is not None:
             return self.parallel.size
         return 1 if self.apart is None else self.apart.attention

@@ -77,10 +77,10 @@ def search(
     """Find the engines that serve requests within latency limits: most per GPU, or for the least GPUs or money.
 
     The menu has colocated engines, and prefill and decode apart, on every GPU type and in every parallelism of the
-    cluster. What cannot keep the limits even without any queue is out: a bound proves it, for these prices. The rest is
-    simulated, on the requests and on draws of them. The answer is the Pareto set of goodput per GPU (or cost)
-    against TTFT and TPOT, each point's bottleneck, and why every other candidate is none; it says what is proven, and
-    what is only simulated. The same inputs give the same bytes.
+    cluster. A bound excludes candidates that miss the limits even without any queue. The rest is simulated, on the
+    requests and on draws of them. The answer is the Pareto set of goodput per GPU (or cost) against TTFT and TPOT, each
+    point's bottleneck, and the reason why every other candidate is not in it. It says what is proven, and what is only
+    simulated. The same inputs give the same bytes.
 
     Exit status: 0 something serves, 2 bad input, 3 nothing on the menu does, or the requests are too few for a rate,
     130 interrupted.
@@ -145,7 +145,7 @@ def search(
 
 
 def _check_outputs(plan: bool, report: Path | None, engines_out: Path | None) -> None:
-    """Raises ValueError for an output that the answer does not have."""
+    """Raises ValueError for an output that does not apply to the answer."""
     from libra.serving.point_file import check_engines_directory
 
     if plan and report is not None:

@@ -22,6 +22,7 @@ from libra.sim.workload.requests import RecordedRequest
 # Standard deviation of the mean lengths of 300 requests, as shares: `python -m benchmarks.search --only windows`
 # measures it over the hour of Azure's trace of conversations (2023).
 PROMPT_DRIFT, ANSWER_DRIFT = 0.18, 0.25
+PROMPTS, ANSWERS = "longer prompts", "longer answers"  # names of draws
 _DEVIATIONS = 2.0
 _PARTS = 8  # of a record, between which its own drift is measured
 _PRIOR = 1000  # weight of the trace's drift, in requests
@@ -39,14 +40,14 @@ class Draw:
 
 @lru_cache(maxsize=8)
 def draws(record: tuple[RecordedRequest, ...]) -> tuple[Draw, ...]:
-    """The draws of a record, in general the hardest to serve first; none for a length that all requests share."""
+    """The draws of a record, usually the hardest to serve first; none for a length that all requests share."""
     return tuple(_draws(record))
 
 
 def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
     prompts = np.array([it.prompt_tokens for it in record], dtype=float)
     answers = np.array([it.output_tokens for it in record], dtype=float)
-    for name, lengths, drift in (("longer prompts", prompts, PROMPT_DRIFT), ("longer answers", answers, ANSWER_DRIFT)):
+    for name, lengths, drift in ((PROMPTS, prompts, PROMPT_DRIFT), (ANSWERS, answers, ANSWER_DRIFT)):
         weights = _weights(lengths, 1 + _DEVIATIONS * drift_of(lengths, drift))
         if len(set(lengths)) > 1:
             most = _MOST if record[:_MOST][-1].arrival > record[0].arrival else len(record)
@@ -55,15 +56,15 @@ def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
 
 
 def drift_of(lengths: Array, prior: float) -> float:
-    """Standard deviation of a part's mean length, as a share of the mean of all; `prior` is that of other traffic."""
+    """Standard deviation of a part's mean length, as a share of the overall mean; `prior` is that of other traffic."""
     means = np.array([part.mean() for part in np.array_split(lengths, min(_PARTS, len(lengths)))])
     measured, count = float(means.var() / lengths.mean() ** 2), len(lengths)
     return float(np.sqrt((measured * count + prior**2 * _PRIOR) / (count + _PRIOR)))
 
 
 def _weights(lengths: Array, target: float) -> Array:
-    """[requests] shares, exponential in the length, whose mean length is `target` times the mean, or the longest whose
-    effective share of requests is `_FEWEST`. Of all weights with that mean they change the distribution least."""
+    """[requests] shares, exponential in the length, with a mean length of `target` times the mean, or the longest with
+    an effective share of requests of `_FEWEST`. Of all weights with that mean they change the distribution least."""
     low, high = 0.0, 64.0
     scaled = lengths / lengths.mean()
 

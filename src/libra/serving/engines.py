@@ -1,8 +1,5 @@
-"""The engines of a candidate, as the simulator runs them.
-
-Invariant: memory and times are those of the cost model. The only assumptions are the candidate's settings, vLLM's
-defaults, and that KV is sent over the network between nodes.
-"""
+"""The engines of a candidate, for the simulator. ¶ Invariant: memory and times are those of the cost model. The only
+assumptions are the candidate's settings, vLLM's defaults, and that KV is sent over the network between nodes."""
 
 from __future__ import annotations
 
@@ -107,7 +104,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
 
 
 def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[KVTier, ...]:
-    """The KV tiers of an engine. Raises ValueError that opens with `key` if one cannot hold the longest request."""
+    """The KV tiers of an engine. Raises ValueError that begins with `key` if one cannot hold the longest request."""
     return tiers_of(
         shape.kv_tiers,
         key,
@@ -126,8 +123,8 @@ def _kv_bytes(question: SizingQuestion, shape: EngineSetup) -> float:
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
-    """The times of an engine and of its host, which overlaps with the GPU where scheduling is asynchronous. Raises
-    ValueError where the profile lacks the degree."""
+    """The times of an engine and of its host, which overlaps with the GPU under asynchronous scheduling. Raises
+    ValueError if the profile lacks the degree."""
     nodes = question.cluster.node_class(shape.nodes)
     grid = question.profiles[question.cluster.nodes.index(nodes)].grid(shape.tensor_parallel_size)
     if shape.async_scheduling and grid.host.priced:
@@ -137,7 +134,7 @@ def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
 
 def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -> EngineGrid | None:
     """The times of the drafter of an engine with times `grid`: a separate model, or a layer like the engine's; None
-    without one. Raises `NoRoomError` where the drafter cannot be divided like the engine."""
+    without one. Raises `NoRoomError` if the drafter cannot be divided like the engine."""
     if shape.drafts is None or shape.drafts.speculative.method == "ngram":
         return None
     if shape.drafts.model is None:
@@ -151,7 +148,7 @@ def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -
 
 
 def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
-    """Times of ranks that divide experts, from the source of the profile. Raises `NoRoomError` where it has none."""
+    """Times of ranks that divide experts, from the source of the profile. Raises `NoRoomError` if it has none."""
     nodes = question.cluster.node_class(shape.nodes)
     profile = question.profiles[question.cluster.nodes.index(nodes)]
     if profile.source.startswith("calibration"):
@@ -175,8 +172,8 @@ def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apa
 
 
 def group_cost(question: SizingQuestion, shape: EngineSetup) -> AfdCost:
-    """Cost of an engine whose attention and FFN are on separate GPUs; times are from the source of the profile. Raises
-    `NoRoomError` where there are none."""
+    """Cost of an engine with attention and FFN on separate GPUs; times are from the source of the profile. Raises
+    `NoRoomError` if there are none."""
     return _group_cost(
         question.cluster.node_class(shape.nodes),
         question.model,
@@ -214,11 +211,11 @@ def _stages(gpu: GPU, model: ModelSpec, tp: int, ffn: int, source: str) -> Stage
     try:
         return stage_tables(gpu, model, tp, ffn)
     except NoTablesError as error:
-        raise NoRoomError(str(error)) from None
+        raise NoRoomError(error.asked) from None
 
 
 def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:
-    """The engines of a candidate. Raises `NoRoomError` where one cannot run."""
+    """The engines of a candidate. Raises `NoRoomError` if one cannot run."""
     made = []
     for place, pool in enumerate(candidate.pools):
         shape = pool.shape

@@ -1,25 +1,28 @@
 """State of a search: points, rejections with their reasons, and candidates left to simulate.
 
-Invariant: a candidate is left out only if a bound, or one of its pools in simulation, shows that it misses the given
-rate, or that a point serves more and is no slower.
+Invariant: a candidate is left out only if a bound, or the simulation of one of its pools, shows that it misses the
+given rate, or that a point serves more and is no slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 
-from libra.serving.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival, tenths
+from libra.serving.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival
 from libra.serving.bound import Bounds
 from libra.serving.candidate import ServingCandidate
-from libra.serving.holding import Held, checked, held_bounds
-from libra.serving.ladder import LOWEST, STEPS, Asking, rate_of, rung_above
+from libra.serving.expected import Expectation, Expectations
+from libra.serving.holding import Held, checked, held_bounds, surely_serves
+from libra.serving.ladder import HIGHEST, LOWEST, STEPS, Asking, rate_of, rung_above
 from libra.serving.pools import Pools
 from libra.serving.question import SizingQuestion
+from libra.serving.verdict import Rival, tenths
 
 _WAVE = 4  # candidates that are simulated before the rest is checked again
 _NEXT = 4  # candidates considered for the next best
+_SURE = 0.75  # share of the expected rate that a candidate serves in short runs, if it is as expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Found:
         self.runs = 0
         self.front: list[Point] = []
         self.rivals: dict[ServingCandidate, Point | None] = {}  # the point of the highest value that is no slower
+        self.expectations = Expectations()
 
     def waves(self) -> Iterator[list[Asking]]:
         """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds."""
@@ -62,19 +66,44 @@ class Found:
                 self._reject(candidate, "bound", why)
             else:
                 left.append(candidate)
-        # Rivals come before those that they may beat.
-        left.sort(key=lambda it: (sum(self._idle(it)), -self._promised(it)))
         while left:
+            # Rivals come before those that they may beat.
+            left.sort(key=self._order)
             wave: list[Asking] = []
+            later: list[ServingCandidate] = []
             while left and len(wave) < _WAVE:
                 candidate = left.pop(0)
-                if not self._is_out(candidate):
-                    better = self.rivals[candidate]
-                    most = self._most(candidate)
-                    least = 0.0 if better is None else better.value * question.cost(candidate)
-                    wave.append(Asking(candidate, most, least, most < self.bounded[candidate].rate))
+                if question.rate is None and any(_alike(candidate, it.candidate) for it in wave):
+                    later.append(candidate)  # what is learned of the other one says where to begin
+                elif not self._is_out(candidate):
+                    wave.append(self._asking(candidate))
+            left += later
             if wave:
                 yield wave
+
+    def _order(self, candidate: ServingCandidate) -> tuple[float, float]:
+        """Lower comes first: the fastest on idle engines; without a given rate those first that probably serve most for
+        their cost and for what is left of the limits."""
+        if self.question.rate is not None:
+            return sum(self._idle(candidate)), -self._promised(candidate)
+        bound = self.bounded[candidate].rate
+        most = min(bound, self.pools.about(candidate, bound))
+        expected = self.expectations.of(candidate, most)
+        rate = most if expected is None else expected.rate
+        left = prod(1 - it / 10 for it in self._idle(candidate))
+        return -left * rate / self.question.cost(candidate), sum(self._idle(candidate))
+
+    def _asking(self, candidate: ServingCandidate) -> Asking:
+        better, expected, cost = self.rivals[candidate], self._expected(candidate), self.question.cost(candidate)
+        least = 0.0 if better is None else better.value * cost
+        rivals = tuple(Rival(str(it.candidate), it.value * cost, it.tenths) for it in self.front)
+        if expected is None:
+            return Asking(candidate, self._most(candidate), least, rivals=rivals)
+        known = expected.rate, expected.hardest, expected.sure
+        return Asking(candidate, self._most(candidate), least, *known, rivals)
+
+    def _expected(self, candidate: ServingCandidate) -> Expectation | None:
+        return None if self.question.rate is not None else self.expectations.of(candidate, self._most(candidate))
 
     def _is_out(self, candidate: ServingCandidate) -> bool:
         """Reject the candidate if a bound, or one of its pools, shows that it is no better than a point found; return
@@ -84,20 +113,47 @@ class Found:
         if proven is not None and proven.value > self._promised(candidate):
             self._reject(candidate, "bound", f"cannot be better in any respect than {proven.candidate}")
             return True
-        better = rival(self._idle(candidate), self.front)
+        better = self._better(candidate, rival(self._idle(candidate), self.front))
+        if candidate not in self.reasons and (sure := self._surely(candidate, better)) is not None:
+            better = self._better(candidate, sure)
+        self.rivals[candidate] = better
+        return candidate in self.reasons
+
+    def _better(self, candidate: ServingCandidate, better: Point | None) -> Point | None:
+        """The point of the highest value that is no slower than the candidate, if `better` is; the candidate is
+        rejected if it serves less."""
+        question = self.question
         while not self._is_short(candidate, better):
             if better is None or question.rate is not None:
                 break
             # At the rate that it has to serve, it is slower than on idle engines, so more points are no slower.
-            served = rate_of(rung_above(better.value * question.cost(candidate)))
-            ttft, tpot = self.bounds.idle(candidate)
-            ttft = max(ttft, self.pools.ttft(candidate, served))
-            more = rival(tenths(question, ttft, tpot), self.front)
+            more = self._rival_at(candidate, rate_of(rung_above(better.value * question.cost(candidate))))
             if more is None or more.value <= better.value:
                 break
             better = more
-        self.rivals[candidate] = better
-        return candidate in self.reasons
+        return better
+
+    def _surely(self, candidate: ServingCandidate, better: Point | None) -> Point | None:
+        """A point of higher value than `better` that is no slower than the candidate at a rate that it surely serves;
+        None if there is none."""
+        expected = self._expected(candidate)
+        rate = None if expected is None else _SURE * expected.rate
+        if rate is None or not rate_of(LOWEST) < rate < rate_of(HIGHEST):
+            return None
+        more = self._rival_at(candidate, rate)
+        if more is None or (better is not None and more.value <= better.value):
+            return None
+        served, runs = surely_serves(self.question, candidate, rate)
+        self.runs += runs
+        return more if served else None
+
+    def _rival_at(self, candidate: ServingCandidate, rate: float) -> Point | None:
+        """The point of the highest value that is no slower than the candidate at this rate."""
+        ttft, tpot = self.bounds.idle(candidate)
+        most = rival(tenths(self.question, inf, tpot), self.front)
+        if most == rival(self._idle(candidate), self.front):
+            return most
+        return rival(tenths(self.question, max(ttft, self.pools.ttft(candidate, rate)), tpot), self.front)
 
     def _is_short(self, candidate: ServingCandidate, better: Point | None) -> bool:
         """Reject the candidate if a bound or a pool shows that it serves less than the given rate, or than `better`;
@@ -133,8 +189,12 @@ class Found:
             self.runs += held.runs
             point = point_of(self.question, candidate, self.bounded[candidate].rate, held)
             better = self.rivals[candidate]
+            if held.rate and self.question.rate is None:
+                self.expectations.learn(candidate, held.rate, held.hardest, self._most(candidate))
             if point is not None:
                 self.points.append(point)
+            elif held.slower is not None:
+                self._reject(candidate, "dominated", f"is slower than {held.slower.name}, and serves no more")
             elif held.too_little and better is not None:
                 reason = f"serves less than {better.candidate}, which is no slower: misses {held.missed}"
                 self._reject(candidate, "dominated", reason)
@@ -175,8 +235,8 @@ class Found:
         """The next best candidate, and its worst miss of an objective at a rate where it would be better than the best
         point. None if no simulation of the next best ends.
 
-        Without a given rate it is the one with the highest goodput. With one it is the nearest to its objectives, of
-        the few with the highest bounds.
+        Without a given rate it is the one with the highest goodput. With a given rate it is the one nearest to its
+        objectives, among the few with the highest bounds.
         """
         question = self.question
 
@@ -189,7 +249,7 @@ class Found:
         return min(misses, key=lambda it: it.seconds / it.limit, default=None)
 
     def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
-        """The miss of the objective that the candidate exceeds most; None where a simulation of it does not end."""
+        """The miss of the objective that the candidate exceeds most; None if a simulation of it does not end."""
         rate = self.question.rate or best.value * self.question.cost(candidate) * 2 ** (1 / STEPS)
         trials = checked(self.question, candidate, rate)
         self.runs += len(trials)
@@ -201,3 +261,12 @@ class Found:
             for objective in self.question.objectives
         )
         return max(misses, key=lambda it: it.seconds / it.limit)
+
+
+def _alike(one: ServingCandidate, other: ServingCandidate) -> bool:
+    """Whether two candidates have a pool in common, or colocated engines of one size."""
+    if one.architecture != other.architecture:
+        return False
+    if one.architecture == "colocated":
+        return one.pools[0].shape.devices == other.pools[0].shape.devices
+    return one.pools[0] == other.pools[0] or one.pools[-1].shape == other.pools[-1].shape

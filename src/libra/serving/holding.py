@@ -6,10 +6,10 @@ on the question and the candidate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, inf
+from math import inf, isclose
 
 from libra.serving.bound import Bounds, RateBound
 from libra.serving.candidate import ServingCandidate
@@ -21,19 +21,16 @@ from libra.serving.ladder import (
     Asking,
     around,
     rate_of,
-    repeated,
     rung_above,
     rung_of,
-    sustained_arrivals,
 )
 from libra.serving.question import SizingQuestion
-from libra.serving.trial import Trial, trial
-from libra.sim.workload.requests import RecordedRequest
+from libra.serving.runs import RECORD, Runs
+from libra.serving.trial import Trial
+from libra.serving.verdict import Rival, SlowerError
 
-RECORD = "the record"
 _COARSE = 4  # resolution of a guess, in rungs
-_BRIEFLY = 16  # duration of the arrivals in a guess, in multiples of the shortest allowed wait
-_FEWEST = 50  # least requests of a guess
+_SPARE = 0.1  # share of each limit that a short run leaves, where it shows that a rate is surely served
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +43,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The trial on the record at the rate that holds, and all checks at that rate; or the objective that is missed."""
+    """The trial on the record at the rate that holds, and all checks at that rate; or the objective that is missed; or
+    the rival that is no slower at that rate."""
 
     trial: Trial | None
     checks: tuple[Check, ...] = ()
     missed: str = ""
     runs: int = 0
     too_little: bool = False  # whether it serves less than `Asking.least`
+    rate: float = 0.0  # requests/s that all draws are served at; 0 without one
+    hardest: str = RECORD  # the last one that lowered the rate
+    slower: Rival | None = None
 
 
 def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[ServingCandidate, RateBound]:
@@ -73,11 +74,16 @@ def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[
 def held_rate(question: SizingQuestion, asking: Asking) -> Held:
     """Find the highest rung at which the record and all its draws are served, or check the rate that the question
     gives. Rungs below `asking.least` are not tried."""
-    runs = _Runs(question, asking.candidate)
-    return _at_rate(question, runs, question.rate) if question.rate is not None else _highest(question, runs, asking)
+    runs = Runs(question, asking.candidate)
+    if question.rate is not None:
+        return _at_rate(question, runs, question.rate)
+    try:
+        return _highest(question, runs, asking)
+    except _SlowError as slow:
+        return Held(None, (), "", runs.made, rate=slow.rate, hardest=slow.hardest, slower=slow.rival)
 
 
-def _at_rate(question: SizingQuestion, runs: _Runs, rate: float) -> Held:
+def _at_rate(question: SizingQuestion, runs: Runs, rate: float) -> Held:
     tried: dict[str, Trial] = {}
     for name in runs.names:
         tried[name] = runs.lasting(name, rate)
@@ -86,79 +92,104 @@ def _at_rate(question: SizingQuestion, runs: _Runs, rate: float) -> Held:
     return _held(question, runs, tried)
 
 
-def _highest(question: SizingQuestion, runs: _Runs, asking: Asking) -> Held:
-    """Search on the first draw from a guess, or from a near bound; then downwards on the others and on the record."""
+class _SlowError(Exception):
+    """The candidate serves the draws at a rate, and is no faster there than a rival that is worth as much."""
+
+    def __init__(self, rival: Rival, rate: float, hardest: str) -> None:
+        self.rival, self.rate, self.hardest = rival, rate, hardest
+
+
+def _highest(question: SizingQuestion, runs: Runs, asking: Asking) -> Held:
+    """Search on the hardest draw from the rate that is expected; then downwards on the others, and on the record."""
     lowest = rung_above(asking.least) if asking.least else LOWEST
-    if asking.near:
-        rung = rung_of(asking.bound)
-    else:
-        guess = runs.guess(asking.bound)
-        rung = LOWEST if guess is None else rung_of(guess.rate)
-    tried, bound = dict[str, Trial](), asking.bound
-    while late := next((it for it in runs.names if it not in tried or tried[it].rate != bound), None):
-        passed, missed = around(partial(runs.lasting, late), rung, bound, lowest=lowest)
+    order, rung = _beginning(runs, asking)
+    rung = max(rung, lowest)
+    order = _look(runs, asking, order, rate_of(rung))
+    tried, bound, hardest = dict[str, Trial](), asking.bound, order[0]
+    while late := _late(order, tried, bound):
+        # What serves the draws serves the record, too, unless it shows otherwise before it is slower than a rival.
+        rivals = tuple(_rivals(asking, bound)) if late == RECORD and tried else ()
+        try:
+            passed, missed = around(partial(runs.lasting, late, rivals=rivals), rung, bound, lowest=lowest)
+        except SlowerError as slower:
+            raise _SlowError(slower.rival, bound, hardest) from None
         if passed is None:
             missed = f"{missed} at {rate_of(lowest):.3g} requests/s" if asking.least else missed
             return Held(None, (), _on(late, missed), runs.made, too_little=asking.least > 0)
+        if passed.rate < bound:
+            hardest = late
         tried[late], bound, rung = passed, passed.rate, rung_of(passed.rate)
-    return _held(question, runs, tried)
+    return _held(question, runs, tried, hardest)
 
 
-def _held(question: SizingQuestion, runs: _Runs, tried: Mapping[str, Trial]) -> Held:
+def _beginning(runs: Runs, asking: Asking) -> tuple[list[str], int]:
+    """The draws, the one first that is probably the hardest, and then the record; and the rung to begin with."""
+    first, rate = asking.first, asking.bound if asking.start is None else asking.start
+    rung = FIRST if rate == inf else rung_of(rate) - (STEPS if asking.start is None else 0)  # misses end early
+    for name in () if asking.sure else (it for it in runs.drawn if it != first or asking.start is None):
+        served = around(partial(runs.brief, name), rung, rate, _COARSE)[0]
+        if served is None or served.rate < rate:
+            first, rate = name, rate_of(LOWEST) if served is None else served.rate
+        rung = rung_of(rate)
+    return sorted(runs.names, key=lambda it: (it == RECORD, it != first)), rung
+
+
+def _look(runs: Runs, asking: Asking, order: list[str], rate: float) -> list[str]:
+    """Run the draws once at the rate that is expected, and the record if rivals are worth more than the candidate can
+    be; return the order with the first that missed at its head."""
+    if rate > asking.bound:
+        return order
+    rivals = tuple(it for it in asking.rivals if it.rate > asking.bound)
+    for name in order if rivals and len(order) > 1 else order[:-1]:
+        try:
+            one = runs.lasting(name, rate, rivals=rivals if name == RECORD else ())
+        except SlowerError as slower:
+            raise _SlowError(slower.rival, rate, order[0]) from None
+        if not one.passed and name != RECORD:
+            return [name, *(it for it in order if it != name)]
+    return order
+
+
+def _rivals(asking: Asking, rate: float) -> Iterator[Rival]:
+    """Rivals that are worth more than the candidate at `rate`, or as much and faster."""
+    for rival in asking.rivals:
+        ttft, tpot = rival.tenths
+        if isclose(rival.rate, rate):
+            yield replace(rival, tenths=(ttft + 1, tpot))
+            yield replace(rival, tenths=(ttft, tpot + 1))
+        elif rival.rate > rate:
+            yield rival
+
+
+def _late(order: Sequence[str], tried: Mapping[str, Trial], rate: float) -> str | None:
+    """The next of the draws and the record to simulate at a rate; None if all were."""
+    new = (it for it in order if it not in tried)
+    return next(new, None) or next((it for it in order if tried[it].rate != rate), None)
+
+
+def _held(question: SizingQuestion, runs: Runs, tried: Mapping[str, Trial], hardest: str = RECORD) -> Held:
     checks = (Check(name, _shares(question, tried[name])) for name in runs.names)
-    return Held(tried[RECORD], tuple(checks), "", runs.made)
+    return Held(tried[RECORD], tuple(checks), "", runs.made, rate=tried[RECORD].rate, hardest=hardest)
 
 
 def _on(name: str, missed: str) -> str:
     return missed if name == RECORD else f"{missed} on {name}"
 
 
+def surely_serves(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> tuple[bool, int]:
+    """Whether short runs on each draw leave `_SPARE` of each limit at a rate, and their number."""
+    runs = Runs(question, candidate)
+    for name in runs.drawn:
+        one = runs.brief(name, rate)
+        if not one.passed or max(_shares(question, one).values()) > 1 - _SPARE:
+            return False, runs.made
+    return True, runs.made
+
+
 def checked(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> dict[str, Trial]:
     """Trials of the record and its draws at a rate, which go on after a miss."""
-    runs = _Runs(question, candidate)
+    runs = Runs(question, candidate)
     return {name: runs.lasting(name, rate, to_the_end=True) for name in runs.names}
-
-
-class _Runs:
-    """Simulations of one candidate on the draws of the record, the hardest first, and on the record."""
-
-    def __init__(self, question: SizingQuestion, candidate: ServingCandidate) -> None:
-        self.question, self.candidate, self.made = question, candidate, 0
-        its = {it.name: it.requests for it in draws(question.requests)} | {RECORD: question.requests}
-        self.names = tuple(its)
-        self._questions = {name: replace(question, requests=requests) for name, requests in its.items()}
-        self._repeated: dict[tuple[str, int], tuple[RecordedRequest, ...]] = {}
-
-    def guess(self, bound: float) -> Trial | None:
-        """The trial at about the highest rung at which the first draw is served, by short runs; None without one."""
-        first = self.names[0]
-        asked = self._questions[first]
-
-        def brief(rate: float) -> Trial:
-            record = self._record(first, sustained_arrivals(asked, rate))
-            return self._trial(asked, record[: max(_FEWEST, ceil(_BRIEFLY * rate * asked.shortest_wait))], rate)
-
-        rung = FIRST if bound == inf else rung_of(bound) - STEPS  # misses end early
-        return around(brief, rung, bound, _COARSE)[0]
-
-    def lasting(self, name: str, rate: float, *, to_the_end: bool = False) -> Trial:
-        """A trial long enough for a lasting rate; with the rate that the question gives, of the requests once."""
-        asked = self._questions[name]
-        least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
-        return self._trial(asked, self._record(name, least), rate, to_the_end=to_the_end)
-
-    def _record(self, name: str, least: int) -> tuple[RecordedRequest, ...]:
-        requests = self._questions[name].requests
-        times = max(1, -(-least // len(requests)))
-        if (name, times) not in self._repeated:
-            self._repeated[name, times] = repeated(requests, least)
-        return self._repeated[name, times]
-
-    def _trial(
-        self, asked: SizingQuestion, requests: tuple[RecordedRequest, ...], rate: float, *, to_the_end: bool = False
-    ) -> Trial:
-        self.made += 1
-        return trial(asked, self.candidate, rate, requests=requests, to_the_end=to_the_end)
 
 
 def _shares(question: SizingQuestion, one: Trial) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Simulated latencies on idle engines: tighter lower bounds than those that prices prove.
+"""Simulated latencies on idle engines: tighter lower bounds than those of prices.
 
 Assumption: a request is served no faster together with others than alone, up to `SLACK`. A cached prefix makes a
 request faster, so each request is simulated with only the tokens that no cache has.
@@ -15,7 +15,8 @@ from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.serving.objective import Metric
 from libra.serving.question import SizingQuestion
 from libra.serving.request_work import RequestWork
-from libra.serving.trial import latencies, statistic
+from libra.serving.trial import latencies
+from libra.serving.verdict import statistic
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
 
@@ -33,7 +34,7 @@ class IdleLatency:
 
 @dataclass(slots=True)
 class IdleEngines:
-    """Simulates, each by itself, the few requests of a question that decide its percentiles."""
+    """Simulates, each alone, the few requests of a question that decide its percentiles."""
 
     question: SizingQuestion
     _known: dict[EngineSetup, IdleLatency] = field(init=False, default_factory=dict)

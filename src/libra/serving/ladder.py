@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from libra.serving.candidate import ServingCandidate
 from libra.serving.question import BRIEF, LASTING, SizingQuestion
 from libra.serving.trial import Trial, trial
+from libra.serving.verdict import Rival
 from libra.sim.workload import requests as workload
 from libra.sim.workload.requests import RecordedRequest
 
@@ -114,7 +115,9 @@ def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float)
 
 def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
     """The record repeated at its own rate until it has `least` requests or more."""
-    return workload.repeated(requests, max(1, -(-least // len(requests))))
+    if least <= len(requests):
+        return tuple(requests)
+    return workload.repeated(requests, -(-least // len(requests)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,10 @@ class Asking:
     candidate: ServingCandidate
     bound: float = inf  # requests/s
     least: float = 0.0  # requests/s
-    near: bool = False  # whether its rate may be close to the bound
+    start: float | None = None  # requests/s that it probably serves
+    first: str | None = None  # the draw that is probably the hardest to serve
+    sure: bool = False  # whether it probably serves the other draws, too; otherwise short runs tell
+    rivals: tuple[Rival, ...] = ()  # a candidate that is no faster than one of them is of no interest
 
 
 T = TypeVar("T")

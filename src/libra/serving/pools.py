@@ -14,7 +14,7 @@ from math import inf, log2
 
 from libra.serving.bound import Bounds
 from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.serving.draws import draws
+from libra.serving.draws import ANSWERS, PROMPTS, draws
 from libra.serving.idle import SLACK
 from libra.serving.ladder import LOWEST, STEPS, around, rate_of, repeated, rung_of, sustained_arrivals
 from libra.serving.objective import Objective
@@ -24,6 +24,7 @@ from libra.sim.engine.config import RoleName
 
 AMPLE = 16  # engines of the other role
 _FIRST = 2 * STEPS  # first rung to try without a bound
+_COARSE = 4  # rungs between the rates at which TTFT is known
 
 _Asked = tuple[RoleName, EngineSetup, EngineSetup | None, int]  # role, shape, ample shape before it, engines
 
@@ -63,15 +64,24 @@ class Pools:
             return inf
         pool = candidate.pools[0]
         if pool not in self._highest:
-            alike = [it for it in self._highest if it.shape == pool.shape]
-            near = min(alike, key=lambda it: abs(it.count - pool.count), default=None)
-            if near is None:
-                rung = _FIRST if bound == inf else rung_of(bound) - STEPS // 2
-            else:
-                rung = self._highest[near] + round(STEPS * log2(pool.count / near.count))
+            near = self._near(pool)
+            rung = (_FIRST if bound == inf else rung_of(bound) - STEPS // 2) if near is None else near
             passed, _ = around(partial(self._trial, pool, None), rung)
             self._highest[pool] = LOWEST - 1 if passed is None else rung_of(passed.rate)
         return rate_of(self._highest[pool])
+
+    def about(self, candidate: ServingCandidate, bound: float) -> float:
+        """As `highest`, estimated by another number of engines if one was simulated."""
+        near = None if candidate.architecture == "colocated" else self._near(candidate.pools[0])
+        return self.highest(candidate, bound) if near is None else rate_of(near)
+
+    def _near(self, pool: EnginePool) -> int | None:
+        """The rung of the pool with the nearest number of such engines, in proportion; None if there is none."""
+        alike = [it for it in self._highest if it.shape == pool.shape]
+        if not alike:
+            return None
+        near = min(alike, key=lambda it: abs(it.count - pool.count))
+        return self._highest[near] + round(STEPS * log2(pool.count / near.count))
 
     def miss(self, candidate: ServingCandidate, rate: float) -> PoolMiss | None:
         """The miss of a pool that misses an objective at this rate or below; None if no pool does."""
@@ -84,10 +94,10 @@ class Pools:
 
     def ttft(self, candidate: ServingCandidate, rate: float) -> float:
         """Lower bound on the TTFT of a pair at this rate, in seconds, by the statistic of `trial.statistic`: that of
-        its prefill engines alone on the record, reduced by `SLACK`."""
+        its prefill engines alone on the record, a quarter of an octave lower at most, reduced by `SLACK`."""
         if candidate.architecture == "colocated":
             return 0.0
-        pool = candidate.pools[0]
+        pool, rate = candidate.pools[0], rate_of(int(STEPS * log2(rate) + 1e-6) // _COARSE * _COARSE)
         if (pool, rate) not in self._ttft:
             requests = tuple(replace(it, output_tokens=1) for it in self.question.requests)
             requests = repeated(requests, sustained_arrivals(self.question, rate))
@@ -109,7 +119,7 @@ class Pools:
 
     def _trial(self, pool: EnginePool, ample: EngineSetup | None, rate: float) -> Trial:
         its = {it.name: it.requests for it in draws(self.question.requests)}
-        requests = its.get("longer prompts" if ample is None else "longer answers", self.question.requests)
+        requests = its.get(PROMPTS if ample is None else ANSWERS, self.question.requests)
         if ample is None:
             alone = ServingCandidate((replace(pool, role="colocated"),))
             requests = tuple(replace(it, output_tokens=1) for it in requests)

@@ -64,6 +64,7 @@ class SizingQuestion:
     prices: Mapping[str, float] = field(default_factory=dict)
     drafters: Mapping[str, Drafter] = field(default_factory=dict)
     origin: Origin | None = None
+    longest: int = field(init=False)  # tokens of the longest context, which engines must hold
 
     def __post_init__(self) -> None:
         check_objectives(self.objectives)
@@ -88,6 +89,8 @@ class SizingQuestion:
         if any(not 0 < price <= MOST_PRICE for price in self.prices.values()):
             raise ValueError(f"prices are {dict(self.prices)}; give numbers above 0, {MOST_PRICE:g} at most")
         _check_requests(self.requests, self.model)
+        longest = max(it.prompt_tokens + it.output_tokens for it in self.requests)
+        object.__setattr__(self, "longest", longest)  # a question is frozen
         for name, drafter in self.drafters.items():
             if drafter.model.max_context < self.longest:
                 raise ValueError(
@@ -109,11 +112,6 @@ class SizingQuestion:
     def shortest_wait(self) -> float:
         """Shortest such limit, in seconds: a growing backlog misses that objective first."""
         return min(it.limit for it in self.objectives if it.metric != "tpot")
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest context, which engines must hold."""
-        return max(it.prompt_tokens + it.output_tokens for it in self.requests)
 
     @property
     def unit(self) -> str:

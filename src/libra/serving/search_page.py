@@ -24,7 +24,7 @@ from libra.serving.search_table import (
     unit_words,
     value_words,
 )
-from libra.serving.trial import SHOWN, statistic
+from libra.serving.verdict import SHOWN, statistic
 
 MOST_REJECTED = 60  # of one kind: there may be thousands
 _COLOURS = {"colocated": "#e69f00", "prefill-decode": "#0072b2", "attention-ffn": "#009e73"}

@@ -15,7 +15,7 @@ from libra.serving.candidate import EngineSetup, ServingCandidate
 from libra.serving.mix import ServingMix
 from libra.serving.objective import Objective
 from libra.serving.point_file import simulate_command
-from libra.serving.trial import statistic
+from libra.serving.verdict import statistic
 
 MOST_POINTS = 12  # in a terminal: the page has all
 _BY = {

@@ -1,12 +1,12 @@
 """Simulation of a candidate at one rate of requests.
 
 Invariant: requests are the record's, in its order, and only the time between them is scaled, so candidates and rates
-are compared on one draw. A trial is stopped early only if it will miss an objective in any case.
+are compared on one draw. A trial is stopped early only if its verdict is certain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,16 +17,16 @@ from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.serving.candidate import ServingCandidate
 from libra.serving.engines import engines, network
-from libra.serving.objective import Metric, Objective
+from libra.serving.objective import Metric
 from libra.serving.question import SizingQuestion
-from libra.sim.clock import LONGEST, TICKS, seconds
+from libra.serving.verdict import SHOWN, MissedError, Rival, SlowerError, Watched, statistic, took
+from libra.sim.clock import LONGEST, seconds
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE
 from libra.sim.engine.request import Request
 from libra.sim.engine.tier_fetches import TierTooSmallError
-from libra.sim.workload.requests import RecordedRequest, Requests, Workload, recorded_requests
+from libra.sim.workload.requests import RecordedRequest, Workload, recorded_requests
 
-SHOWN: tuple[Metric, Metric] = ("ttft", "tpot")
 ROUTE = DEFAULT_DECODE_ROUTE  # of requests, and of prompts that were computed
 
 
@@ -41,7 +41,7 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial. One that was stopped, or that would never end, has only `missed`."""
+    """Result of a trial. One that was stopped, or that would never end, has only `missed` or `slower`."""
 
     rate: float  # requests/s
     missed: str  # name of a missed objective, or the reason why all are missed; empty: none
@@ -51,17 +51,11 @@ class Trial:
     pools: tuple[PoolUse, ...]
     network: float  # share of the bandwidth of the busier side
     requests: int  # simulated: those of the record, or a multiple of them
+    slower: Rival | None = None  # a rival whose latencies are no higher, for which it was stopped
 
     @property
     def passed(self) -> bool:
-        return not self.missed
-
-
-class _MissedError(Exception):
-    """More requests have missed an objective than are allowed to."""
-
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+        return not self.missed and self.slower is None
 
 
 def trial(
@@ -72,21 +66,25 @@ def trial(
     requests: tuple[RecordedRequest, ...] | None = None,
     routes: tuple[Policy, Policy] | None = None,
     to_the_end: bool = False,
+    rivals: Sequence[Rival] = (),
 ) -> Trial:
     """Simulate a candidate at `rate` requests/s. `requests` replace the question's, at the same rate. `routes` are the
     policies for requests and for computed prompts, by default the least loaded. `to_the_end`: go on after a miss.
-    Raises `NoRoomError` if an engine cannot run, and ValueError if the rate is too low to simulate."""
+    `rivals`: stop once the latencies will be no lower than those of one of them. Raises `NoRoomError` if an engine
+    cannot run, and ValueError if the rate is too low to simulate."""
     records = question.requests if requests is None else requests
     scale = rate / question.natural_rate
     if seconds(records[-1].arrival) >= scale * LONGEST:
         raise ValueError(f"rate is {rate:g}: the last of {len(records):,} requests would come after 106 days; raise it")
     workload = recorded_requests(records, rate_scale=scale)
-    watched = _Watched(workload, question.objectives, records, to_the_end)
+    watched = workload if to_the_end else Watched(workload, question, records, rivals)
     cluster = _cluster(question, candidate, watched, routes)
     try:
         cluster.run()
-    except _MissedError as missed:
+    except MissedError as missed:
         return Trial(rate, missed.objective.name, {}, inf, inf, (), 0.0, len(records))
+    except SlowerError as slower:
+        return Trial(rate, "", {}, inf, inf, (), 0.0, len(records), slower.rival)
     except TierTooSmallError as error:
         return Trial(rate, f"every objective: {error}", {}, inf, inf, (), 0.0, len(records))
     taken = _durations(cluster.requests)
@@ -124,63 +122,9 @@ def _cluster(
     )
 
 
-def statistic(question: SizingQuestion, metric: Metric) -> Objective:
-    """The statistic by which TTFT or TPOT is reported: that of its first objective, else the 99th percentile."""
-    return next((it for it in question.objectives if it.metric == metric), Objective(metric, "p99", 1.0))
-
-
-class _Watched:
-    """A workload that stops the simulation as soon as an objective is missed for certain."""
-
-    def __init__(
-        self, workload: Requests, objectives: tuple[Objective, ...], records: tuple[RecordedRequest, ...], lenient: bool
-    ) -> None:
-        self._workload, self._lenient = workload, lenient
-        several = sum(it.output_tokens > 1 for it in records)
-        counts = {it: several if it.metric == "tpot" else len(records) for it in objectives}
-        # The rest of the allowance: requests that may still miss it, or for a mean the seconds left for all together.
-        self._left = {it: it.allowed(count) for it, count in counts.items()}
-        self._seconds = {it: it.limit * count for it, count in counts.items()}
-
-    def start(self) -> Iterator[Request]:
-        return self._workload.start()
-
-    def describe(self) -> dict[str, object]:
-        return self._workload.describe()
-
-    def finished(self, request: Request, now: int) -> None:
-        if self._lenient:
-            return
-        for objective, left in self._left.items():
-            took = _took(request, objective.metric)
-            if took is None:
-                continue
-            if left is None:
-                self._seconds[objective] -= took
-                if self._seconds[objective] < 0:
-                    raise _MissedError(objective)
-            elif took > objective.limit:
-                if not left:
-                    raise _MissedError(objective)
-                self._left[objective] = left - 1
-
-
-def _took(request: Request, metric: Metric) -> float | None:
-    """Seconds of a request; infinite if it did not finish, None if the metric does not apply to it."""
-    if metric == "tpot" and request.output_tokens < 2:
-        return None
-    if request.status != "finished" or request.first_token is None or request.finish is None:
-        return inf
-    if metric == "ttft":
-        return (request.first_token - request.arrival) / TICKS
-    if metric == "latency":
-        return (request.finish - request.arrival) / TICKS
-    return (request.finish - request.first_token) / (request.generated - 1) / TICKS
-
-
 def _durations(requests: list[Request]) -> dict[Metric, Array]:
     metrics: tuple[Metric, ...] = ("ttft", "tpot", "latency")
-    taken = {metric: [_took(request, metric) for request in requests] for metric in metrics}
+    taken = {metric: [took(request, metric) for request in requests] for metric in metrics}
     return {metric: np.array([it for it in values if it is not None]) for metric, values in taken.items()}
 
 

@@ -98,7 +98,9 @@ def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
         load, drafts = _load(section.expert_load, model, engine.beside), section.speculative
         drafter = drafter_grid(engine, grid.own)
         alike = drafts is not None and drafts.method != "ngram" and drafts.model is None
-    except (ConfigError, NoTablesError) as error:
+    except NoTablesError as error:
+        raise of_profile(ConfigError(error.asked)) from None
+    except ConfigError as error:
         raise of_profile(error) from None
     try:
         return ExpertCost(grid, config, load, balancing, host, drafter, draft_experts=alike)

@@ -73,8 +73,7 @@ class PairInstance(EngineInstance):
     """A prefill engine with the decode engines of its bucket. With several buckets a policy compares what the next
     request would find in each: the speed and load of the least loaded decode engine, the load of the prompts here, and
     the time for which its own prompt waits for these. In a single bucket all prefill engines have the same decode
-    engines, and only prompts count.
-    """
+    engines, and only prompts count."""
 
     __slots__ = ("_config", "_cost", "_decoders")
 

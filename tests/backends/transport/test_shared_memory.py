@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import get_args
 
@@ -29,6 +29,7 @@ from libra.backends.transport.shared_memory import (
     WeightBuffer,
     WeightUpdateError,
     create_buffer,
+    device_hash,
     make_layout,
 )
 
@@ -149,6 +150,51 @@ def test_a_hashed_buffer_is_known_by_its_seal_without_reading_it_again(
     assert_holds(engine, 0, first, weights(1))
     with pytest.raises(WeightUpdateError, match="of buffer 1"):
         engine.verify(1, first)
+
+
+def _swapped(words: torch.Tensor) -> None:
+    words[[3, 700]] = words[[700, 3]]
+
+
+def _halves_swapped(words: torch.Tensor) -> None:
+    words.copy_(words.roll(len(words) // 2))
+
+
+def _all_alike(words: torch.Tensor) -> None:
+    words += 1
+
+
+def _two_alike(words: torch.Tensor) -> None:
+    words[[5, 9]] ^= 1 << 62
+
+
+def _there_and_back(words: torch.Tensor) -> None:
+    words[[10, 11, 12]] += torch.tensor([1, -2, 1])
+
+
+def _one_bit(words: torch.Tensor) -> None:
+    words[-1] ^= -(1 << 63)
+
+
+@pytest.mark.parametrize(
+    "change", [_swapped, _halves_swapped, _all_alike, _two_alike, _there_and_back, _one_bit], ids=lambda it: it.__name__
+)
+def test_changes_that_an_exclusive_or_overlooks_change_the_hash(
+    change: Callable[[torch.Tensor], None],
+) -> None:
+    words = torch.arange(1 << 22)  # several chunks, whose order counts too
+    before = device_hash(words), device_hash(words.clone())
+    change(words)
+    assert before[0] == before[1] != device_hash(words)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 7), (torch.bfloat16, 8), (torch.float32, 3)])
+def test_the_hash_is_of_the_bits_whatever_the_type_and_size(dtype: torch.dtype, count: int) -> None:
+    one = torch.arange(count).to(dtype)
+    other = one.clone()
+    assert device_hash(one) == device_hash(other)
+    other[count - 1] = -other[count - 1]  # its sign bit alone
+    assert device_hash(one) != device_hash(other)
 
 
 def test_a_buffer_whose_writer_ended_in_the_middle_is_refused(descriptor: int) -> None:

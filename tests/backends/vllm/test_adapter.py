@@ -27,12 +27,12 @@ def start(**settings: Any) -> StartEngine:
         (
             start(),
             {"enforce_eager": True, "async_scheduling": False, "kv_cache_memory_bytes": 1 << 20},
-            {"gpu_memory_utilization", "load_format", "tensor_parallel_size", "max_num_batched_tokens"},
+            {"gpu_memory_utilization", "load_format", "tensor_parallel_size", "enable_sleep_mode"},
         ),
         (
             start(device="cuda", memory=0.25, graphs=True, asynchronous=True, max_num_batched_tokens=4096),
             {
-                "gpu_memory_utilization": 0.25,
+                "gpu_memory_utilization": 0.225,
                 "load_format": "dummy",
                 "enforce_eager": False,
                 "async_scheduling": True,
@@ -40,7 +40,8 @@ def start(**settings: Any) -> StartEngine:
             },
             {"tensor_parallel_size"},
         ),
-        (start(device="cuda", gpus=4), {"tensor_parallel_size": 4, "gpu_memory_utilization": 1.0}, set()),
+        (start(device="cuda", gpus=4), {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.9}, set()),
+        (start(device="cuda", sleeps=True), {"enable_sleep_mode": True}, {"tensor_parallel_size"}),
     ],
 )
 def test_arguments_follow_from_the_order(order: StartEngine, wanted: dict[str, Any], absent: set[str]) -> None:
@@ -54,7 +55,7 @@ def test_the_vllm_that_is_installed_knows_all_arguments() -> None:
     from vllm import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}
-    order = start(device="cuda", gpus=2, max_num_batched_tokens=64)
+    order = start(device="cuda", gpus=2, max_num_batched_tokens=64, sleeps=True)
     assert set(engine_arguments(order)) <= known
     assert {"worker_extension_cls", "distributed_executor_backend", "weight_transfer_config"} <= known
 

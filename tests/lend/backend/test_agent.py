@@ -42,7 +42,6 @@ from libra.backends.transport.engine_messages import (
 from libra.backends.transport.messages import Failure, Message, Ready, Tensor
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import WeightsPublisher
 from libra.config.run import ModelConfig
 from libra.lend.backend.agent import LendingAgent, LoanEndedError
 from libra.lend.backend.borrower_token import BorrowerToken
@@ -55,6 +54,7 @@ from libra.lend.backend.terms import device_loan
 from libra.lend.recall import RecallPolicy
 from libra.lend.records.lending import LendingTerms
 from libra.lend.traffic.envelope import Envelope
+from libra.lend.weights.processes import WeightsPublisher
 
 TERMS = LendingTerms("chat", "policy", 0.08, 0.03, 0.002, Envelope(2.0, 900, 6, 4000, 5.0), RecallPolicy(1.0, 8.0))
 ASKED = Borrow(512, 8, 100)

@@ -40,6 +40,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("a class too long", lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"max_length": 3999})),
      "classes[1].peak_context is 4000; it lies between 1 and longest_context (3999)"),
     ("a profile too few", lambda: replace(REQUEST, cluster=MIXED), "there are 1 profiles for 2 classes of nodes"),
+    ("no FP8", lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"dtype": "fp8"})),
+     "dtype is fp8, in which A800 does not multiply: set it to bf16, or take another GPU"),
     ("a profile too many", lambda: replace(REQUEST, profiles=REQUEST.profiles * 2), "there are 2 profiles for 1"),
 ]  # fmt: skip
 
@@ -70,6 +72,14 @@ def test_the_menu_lists_what_each_class_of_nodes_can_do() -> None:
     for option in problem.training:
         layout = menu.layouts[option.layout, option.replicas]
         assert (layout.dp, layout.devices) == (option.replicas, option.devices)
+
+
+def test_nodes_that_do_not_multiply_in_fp8_generate_and_do_not_train() -> None:
+    mixed = request(MIXED, recipe=RECIPE.model_copy(update={"dtype": "fp8"}))
+    problem = mixed.menu().problem
+    assert {option.pool for option in problem.training} == {"l40s"}
+    assert {option.pool for option in problem.engines} == {"a800", "l40s"}
+    assert ("a800", "does not multiply") in {(each.name, each.kind) for each in mixed.rejected_layouts()}
 
 
 def test_the_problem_is_that_of_the_recipe() -> None:
@@ -107,7 +117,7 @@ def test_what_is_no_option_has_its_reason() -> None:
 NO_OPTION = [
     # 16 bytes for each of 14.8 billion parameters
     ("training", Cluster((replace(A800, count=1, gpus=1),)), 0.9,
-     "no layout trains Qwen/Qwen3-14B on any class of nodes: .*: add nodes, or lower max_length or what the"),
+     r"no layout trains Qwen/Qwen3-14B on any class of nodes, \d+ do not fit: one would with \d+ nodes of a800 \("),
     (
         "generation",
         CLUSTER,

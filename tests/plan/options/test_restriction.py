@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, QWEN_06B, QWEN_14B, RECIPE
-from oracles.small_lender import SERVING, lender
 
 from libra.config.frameworks import FRAMEWORKS
 from libra.config.recipe import Recipe
@@ -16,7 +15,7 @@ from libra.plan.explain.framework_cost import framework_cost
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.restriction import family_of
 from libra.plan.plan import dump_plan, make_plan, parse_plan
-from libra.plan.planner import Planner, rooflines
+from libra.plan.planner import rooflines
 from libra.plan.problem import InfeasiblePlanError
 
 
@@ -90,18 +89,6 @@ def test_what_is_left_out_has_its_reason() -> None:
 def test_a_menu_without_framework_says_nothing_of_frameworks() -> None:
     assert all(it.kind != "framework" for it in request(None).rejected_layouts())
     assert request(None).menu().problem.restriction == ""
-
-
-def test_lent_engines_are_left_out() -> None:
-    cluster = Cluster((A800,), (SERVING,))
-    planner = Planner(cluster, QWEN_06B, recipe_for("slime"), lenders=(lender(1.0, 2.0),))
-    menu = planner.request(CLASSES).menu()
-    assert not menu.problem.lent
-    assert not menu.lent
-    left_out = [it for it in menu.rejected if it.kind == "framework"]
-    assert left_out
-    assert "slime starts engines on nodes of its own only" in left_out[0].reason
-    assert any(group.role == "generate" for group in make_plan(planner.request(CLASSES)).placement)
 
 
 def test_without_a_plan_the_restriction_and_its_remedy_are_named() -> None:

@@ -1,9 +1,9 @@
-"""A replica's part in elastic training: its gradients are exchanged in a membership that changes between steps, joiners
-read its state, and it follows a core's while it is a joiner itself.
+"""A replica's part in elastic training: it exchanges gradients in a membership that changes between steps, serves its
+state to joiners, and follows a core while it is a joiner itself.
 
-Invariant: what is reduced is the unnormalised gradient and the loss denominator; the division happens once, after the
-exchange. A membership is one numbered generation. It is formed on a thread of its own while training goes on in the one
-before, and entered between two steps. A replica that goes away fails the collective of everyone else.
+Invariant: the exchange sums the unnormalised gradient and the loss denominator; the division happens once, after it. A
+membership is one numbered generation. A separate thread forms it while training continues in the one before, and
+replicas enter it between two steps. A replica that disappears makes the collective of all others fail.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PeerLostError(RuntimeError):
 
 
 def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
-    """Run `verb` on a daemon thread, since it may wait for a replica that never comes."""
+    """Run `verb` on a daemon thread, since it may wait for a replica that never arrives."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -100,7 +100,7 @@ class GradientExchange:
         return store.port
 
     def prepare(self, order: Prepare) -> None:
-        """Start to form a membership during the present one, instead of any that was prepared and not entered."""
+        """Start to form a membership during the present one. It replaces one that was prepared and not entered."""
         self._prepared, self._forming = order, Future()
         if order.size <= 1:
             self._forming.set_result(None)
@@ -110,7 +110,7 @@ class GradientExchange:
             self._forming = on_thread(f"generation {order.generation}", lambda: _form(order, self._process))
 
     def formed(self, generation: int, seconds: float) -> bool:
-        """Whether that membership can be entered without waiting, after at most `seconds`."""
+        """Whether that membership can be entered without waiting, after `seconds` at most."""
         self._require_prepared(generation)
         with contextlib.suppress(Exception):  # `enter` reports how it failed
             self._forming.result(seconds)
@@ -119,7 +119,8 @@ class GradientExchange:
     def enter(self, generation: int) -> None:
         """Exchange with the replicas of that membership from now on.
 
-        Raises `PeerLostError` when not everyone came; this replica then exchanges nothing until the next membership."""
+        Raises `PeerLostError` if a replica is missing; this replica then exchanges nothing until the next membership.
+        """
         self.size = self._require_prepared(generation).size
         forming, self._forming = self._forming, Future()
         self._prepared = self._group = None
@@ -131,7 +132,7 @@ class GradientExchange:
 
     def all_reduce(self, tensor: torch.Tensor, seconds: float) -> float:
         """Replace the tensor by its sum over all replicas, in place; waits at most `seconds` for each of them. Returns
-        the seconds that it took. Raises `PeerLostError`; the tensor is then of no use, and this membership is over."""
+        the seconds that it took. Raises `PeerLostError`; the tensor is then invalid, and this membership is over."""
         if self.size <= 1:
             return 0.0
         if self._group is None:
@@ -147,7 +148,7 @@ class GradientExchange:
         return time.monotonic() - began
 
     def abort(self) -> None:
-        """End this membership. Replicas that wait for this one find out at once."""
+        """End this membership. Replicas that wait for this one notice at once."""
         self._group = None  # closes the connections
 
     def _require_prepared(self, generation: int) -> Prepare:
@@ -171,8 +172,8 @@ _LOOK_SECONDS = 0.002  # between two looks at what a core publishes: short again
 
 
 class ElasticReplica:
-    """All dealings of one process of a replica with other replicas: the controller's orders about them, and the
-    exchange of its trainer's gradients."""
+    """The link of one process of a replica to other replicas: the controller's orders about them, and the exchange of
+    its trainer's gradients."""
 
     def __init__(self, state: TrainState, pacer: Pacer, process: int = 0) -> None:
         self.exchange = GradientExchange(process)
@@ -201,13 +202,14 @@ class ElasticReplica:
                 return self._catch_up(order)
 
     def keep_up_until(self, interrupted: Callable[[float], bool]) -> None:
-        """Follow the core, where this replica follows one, until `interrupted`, which is given the seconds that it may
-        wait."""
+        """Follow the core, if this replica follows one, until `interrupted` returns true. `interrupted` gets the
+        seconds that it may wait."""
         while self._follower is not None and not interrupted(_LOOK_SECONDS):
             self._keep_up()
 
     def stop_following(self) -> None:
-        """Cease to follow: after the answer to `Enter`, for unmapping a large state takes as long as many messages."""
+        """Stop following. This comes after the answer to `Enter`, since unmapping a large state takes as long as many
+        messages."""
         self._follower = None
 
     def _enter(self, generation: int) -> Entered:
@@ -259,7 +261,7 @@ class ElasticReplica:
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
-        """The number of the state that is held; -1 when that is not a state of the core."""
+        """The number of the local state; -1 if it is not a state of the core."""
         if self._behind:
             return -1
         if self._follower is None:

@@ -25,7 +25,7 @@ _EPSILON = 1e-4  # keeps the advantage of a nearly unanimous group finite
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float] | None:
-    """Rewards of one group, centred and scaled; None when they are all equal and teach nothing."""
+    """Rewards of one group, centred and scaled; None if they are all equal and carry no signal."""
     spread = pstdev(rewards)
     if spread == 0:
         return None
@@ -35,8 +35,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float] | None:
 
 def denominator(kind: Denominator, sequences: int, tokens: int, constant: float) -> float:
     """Divisor of a whole batch's summed loss: its generated tokens (DAPO), its sequences (GRPO; the loss of each is
-    then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783).
-    """
+    then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783)."""
     match kind:
         case "tokens":
             return float(tokens)

@@ -1,8 +1,8 @@
 """Joining of a replica: it catches up during the steps of the others, then enters between two of them.
 
-Invariant: it is let in only when it is shown to hold the core's state, and the boundary between two steps is held for
-messages alone. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy with a copy or
-an update at many boundaries; then the core makes no step until it is done.
+Invariant: it enters only after a proof that it holds the core's state, and the boundary between two steps is held only
+for messages. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy with a copy or an
+update at many boundaries. The core then makes no step until the joiner is done.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Joiner:
         )
 
     def _is_stale(self) -> bool:
-        """Whether the prepared generation is of no use: at first, and when a replica was lost."""
+        """Whether the prepared generation is unusable: at first, and after the loss of a replica."""
         return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
 
     async def _introduce(self, hold: float | None) -> None:
-        """Let all replicas prepare the generation with the joiner, and the joiner follow the core. Do nothing where the
-        joiner is in the middle of a copy and does not answer within `hold` seconds (None: any time)."""
+        """Let all replicas prepare the generation with the joiner, and the joiner follow the core. Do nothing if the
+        joiner is in the middle of a copy and does not answer within `hold` seconds (None: no limit)."""
         members, follows, places = self._membership, self._follows, None
         await self._hear_out()
         async with self._boundary:
@@ -102,8 +102,8 @@ class Joiner:
             await self._follow(places, here)
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
-        """Take the joiner in if it holds the core's state and says so within `hold` seconds (None: any time).
-        Returns the seconds that a step waited at this boundary, or None where the joiner is not in."""
+        """Admit the joiner if it holds the core's state and says so within `hold` seconds (None: no limit). Returns the
+        seconds that a step waited at this boundary, or None if the joiner did not enter."""
         members, self._wanted = self._membership, None
         async with self._boundary:
             began = time.monotonic()
@@ -141,7 +141,7 @@ class Joiner:
         return answered.result()
 
     async def _come_level(self, wanted: StateDigest) -> None:
-        """Give the joiner time to reach the state that the core had at the last boundary, while steps are made."""
+        """Give the joiner time to reach the core's state of the last boundary, while steps are made."""
         await self._hear_out()
         patience = self._membership.patience
         catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
@@ -153,7 +153,7 @@ class Joiner:
             self._generation = 0  # it did not form: another one is prepared
 
     async def _hear_out(self) -> None:
-        """Wait for the answer that a boundary did not wait for, while steps are made."""
+        """Wait for the answer that came too late for a boundary, while steps are made."""
         if self._late is not None:
             late, self._late = self._late, None
             await late
@@ -194,5 +194,5 @@ class Joiner:
 
 
 def _copy_seconds(core: StateDigest) -> float:
-    """Seconds that the slowest copy of a core's state, and of the updates that came meanwhile, may take."""
+    """Time limit for the slowest copy of a core's state and of the updates made meanwhile, in seconds."""
     return 6 * core.size / SLOWEST  # parameters and two moments; the ring keeps three gradients

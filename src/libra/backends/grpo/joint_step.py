@@ -1,6 +1,6 @@
-"""Joint work of several replicas, or of the processes of one: it is divided, and their answers are joined into one.
+"""Joint work of several replicas, or of the processes of one: its division, and the merging of answers.
 
-Invariant: every sample is in exactly one share. A joined answer is positive only if all answers are, and names a state
+Invariant: every sample is in exactly one share. A merged answer is positive only if all answers are, and names a state
 only if all hold it.
 """
 
@@ -86,7 +86,7 @@ def tokens_of(share: Sequence[Sample]) -> int:
 
 def divide(order: ToWorker, parts: int) -> list[ToWorker]:
     """Divide a replica's order into one for each of its processes, the leader's first. Raises `ValueError` where there
-    is none for each."""
+    are too few samples."""
     match order:
         case Train():
             # The loss denominator is no sum over processes: each adds it up with its own kind in the other replicas.
@@ -109,7 +109,7 @@ def divide(order: ToWorker, parts: int) -> list[ToWorker]:
 
 
 def join(answers: Sequence[FromWorker]) -> FromWorker:
-    """One answer for all processes; where all answers are alike, the leader's, which is the first."""
+    """One answer for all processes: the leader's, which is the first, if all are alike."""
     kinds = {type(answer) for answer in answers}
     if len(kinds) > 1:
         raise TypeError(f"the processes of a replica answer {', '.join(sorted(kind.__name__ for kind in kinds))}")
@@ -155,7 +155,7 @@ def first_failure(answers: Iterable[Reduced | TrainingMeasured | Entered | Servi
 
 
 def _first_diverged(answers: Iterable[Trained | Published]) -> str:
-    """The first report of diverged weights; empty where the parts of all processes are sound."""
+    """The first report of diverged weights; empty if the parts of all processes are sound."""
     return next((answer.diverged for answer in answers if answer.diverged), "")
 
 
@@ -186,5 +186,5 @@ def _join_digests(digests: Sequence[StateDigest]) -> StateDigest:
 
 
 def _hash(hashes: Iterable[int]) -> int:
-    """One number for the hashes of all parts: equal on replicas whose parts all are."""
+    """One number for the hashes of all parts: equal on replicas with equal parts."""
     return zlib.crc32(repr(list(hashes)).encode())

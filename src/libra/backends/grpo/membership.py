@@ -1,7 +1,8 @@
 """The replicas that take part in training, and their numbered generations of the gradient exchange.
 
-Invariant: a generation has a fixed list of replicas, one number that is never used again, and is prepared before it is
-entered. Replicas enter one only between two steps, all of them, or move on to the next one that is prepared.
+Invariant: a generation has a fixed list of replicas and a number that is never reused, and is prepared before it is
+entered. Replicas enter a generation only between two steps, and all of them; otherwise they go to the next prepared
+one.
 """
 
 from __future__ import annotations
@@ -35,12 +36,10 @@ _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Limits of a replica's time, after which it is taken for lost.
-
-    Replicas have nearly the same work, so one that needs `factor` times as long as another, and `floor` seconds on top,
-    hangs; a loaded operating system may keep a healthy process waiting for some seconds. Too little patience costs a
-    healthy replica, too much only the time in which a broken one holds the others up.
-    """
+    """Time limits after which a replica counts as lost. Replicas have nearly the same work, so a replica hangs if it
+    needs `factor` times as long as another, plus `floor` seconds. A loaded operating system may delay a healthy process
+    by some seconds. Too little patience costs a healthy replica; too much costs only the time that the others wait for
+    a broken one."""
 
     factor: float = 4.0
     floor: float = 10.0  # seconds
@@ -48,7 +47,7 @@ class Patience:
     grace: float = 2.0  # seconds between answers that come at the same time
 
     def beside(self, seconds: float) -> float:
-        """Seconds allowed for work that takes another replica `seconds`."""
+        """Seconds allowed for work that another replica did in `seconds`."""
         return self.factor * seconds + self.floor
 
 
@@ -79,7 +78,7 @@ class Boundary(asyncio.Lock):
             self.release()
 
     def waited(self, since: float) -> float:
-        """Seconds after this moment for which a step waits by now."""
+        """Seconds after this moment that a step has waited so far."""
         return 0.0 if self._due is None else time.monotonic() - max(since, self._due)
 
 
@@ -87,11 +86,11 @@ FAILURES = 3  # in a row although no replica is lost, before it is an error
 
 
 class CoreLostError(RuntimeError):
-    """No core trainer is left; the run can only go on from its last checkpoint."""
+    """No core trainer is left; the run can only resume from its last checkpoint."""
 
 
 class ExchangeError(RuntimeError):
-    """Replicas that are all there cannot reduce their gradients."""
+    """Replicas that are all present cannot reduce their gradients."""
 
 
 class Membership:
@@ -133,9 +132,9 @@ class Membership:
     ) -> list[Reply | None]:
         """The answers in the order of the orders; None from a replica that is lost.
 
-        `allowed` gives the seconds that all may take, from those that the first one took (by default for equal work);
-        `deadline` is the limit for the first answer. A replica that takes longer, or fails, is declared lost and
-        killed."""
+        `allowed` computes the time limit for all from the seconds of the first (by default for equal work); `deadline`
+        is the limit for the first answer. A replica that takes longer, or fails, is declared lost and killed.
+        """
         allowed = allowed or self.patience.beside
         began = time.monotonic()
         look, looks = None, SILENT_LOOKS
@@ -177,8 +176,8 @@ class Membership:
         self._kill(replica)
 
     async def prepare(self, replicas: Sequence[Handle]) -> int:
-        """Let these replicas form a generation while the present one goes on; returns its number. They answer at once;
-        one that is lost meanwhile is found when the generation is entered."""
+        """Let these replicas form a generation while the present one continues; returns its number. They answer at
+        once; the loss of one shows when the generation is entered."""
         self.prepared += 1
         first, size = replicas[0], len(replicas)
         port = await self._meet_at(first) if size > 1 else 0
@@ -234,7 +233,7 @@ class Membership:
         await self.enter(await self.prepare(self.replicas))
 
     async def tidy(self) -> None:
-        """Go on without the replicas that were lost since the last step."""
+        """Continue without the replicas that were lost since the last step."""
         if self.forget_lost():
             await self.regroup()
 

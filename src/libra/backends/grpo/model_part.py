@@ -31,8 +31,8 @@ from libra.backends.transport.messages import DeviceKind, Sharding
 class Inside:
     """The place of this process in its replica, and collectives of its processes. Alone (size 1) every verb is free.
 
-    Every process takes part in each of these collectives, in the same order. One that is gone fails them for the
-    others, which then end too: a replica is there with all its processes or not at all.
+    Every process takes part in each of these collectives, in the same order. If one is gone, they fail for the others,
+    which then end, too: a replica has all its processes or does not exist.
     """
 
     rank: int
@@ -59,7 +59,7 @@ ALONE = Inside(0, 1)
 
 
 def meet(rank: int, size: int, store: distributed.Store, device: DeviceKind = "cpu") -> Inside:
-    """Join the replica's process group: torch's default one in this process, and the one that accelerate finds."""
+    """Join the replica's process group: torch's default one in this process, which accelerate uses, too."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -76,8 +76,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class ModelPart:
-    """A trainer's part of the model. In this class it is all of it: every process has the whole, and with several of
-    them `DistributedDataParallel` adds their gradients up."""
+    """A trainer's part of the model. In this class every process has the whole model, and `DistributedDataParallel`
+    sums the gradients of several."""
 
     model: torch.nn.Module  # to call
     parameters: dict[str, torch.nn.Parameter]  # by their names in the whole model
@@ -95,21 +95,21 @@ class ModelPart:
             self.model.register_comm_hook(None, lambda state, bucket: _sum(bucket))
 
     def use_memory(self) -> None:
-        """Have the model work in the memory to which the parameters have been moved."""
+        """Make the model work in the memory to which the parameters were moved."""
 
     def use_gradients(self) -> None:
-        """Have backward add to the gradients that the parameters have got for the next step."""
+        """Make backward add to the parameters' gradients for the next step."""
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context for forward and backward of one micro-batch, the `last` of its step or not."""
         return self.model.no_sync() if self._several and not last else contextlib.nullcontext()
 
     def norm(self, own: float) -> float:
-        """The norm of the whole gradient, where `own` is that of this part."""
+        """The norm of the whole gradient, given `own`, that of this part."""
         return own
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The whole parameter `name`, or its whole `name/moment`, of which this process holds `own`. A scalar is the
+        """The whole parameter `name`, or its whole `name/moment`; this process holds the part `own`. A scalar is the
         same everywhere. All processes call it."""
         return own
 
@@ -119,7 +119,7 @@ class ModelPart:
 
 
 class ShardedModel(ModelPart):
-    """Every process has a shard of each parameter; layers are gathered as they are used (FSDP2, `fully_shard`).
+    """Every process has a shard of each parameter; layers are gathered for use (FSDP2, `fully_shard`).
 
     The shards that FSDP works on are views of the plain parameters' memory, so a shard must be as large as its memory
     is: parameters are divided evenly, each along the first of its dimensions that allows it. (accelerate's plugin would
@@ -201,7 +201,7 @@ class Gathered(Mapping[str, torch.Tensor]):
 
 
 def part_of(model: torch.nn.Module, sharding: Sharding, accelerator: Accelerator, inside: Inside) -> ModelPart:
-    """The part of this process. Raises `ValueError` where the model cannot be divided so."""
+    """The part of this process. Raises `ValueError` if the model cannot be divided in this way."""
     return (ModelPart if sharding == "none" else ShardedModel)(model, accelerator, inside)
 
 
@@ -228,7 +228,7 @@ MODEL, OPTIMISER = "model.safetensors", "optimizer.safetensors"
 
 
 def load_or_make(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of a directory, in this type; with random weights where the directory holds none yet."""
+    """The model of a directory, in this type; with random weights if the directory has none yet."""
     if any(directory.glob("*.safetensors")):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     config = AutoConfig.from_pretrained(directory)
@@ -260,7 +260,7 @@ def save_files(
 
 
 def _read_back(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `OSError` where the file, as read from the disk, does not hold these tensors."""
+    """Raises `OSError` if the file on disk does not hold these tensors."""
     with open(file, "rb") as written:
         os.fsync(written.fileno())
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -271,7 +271,7 @@ def _read_back(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_file(file: Path, part: ModelPart, own: Mapping[str, torch.Tensor]) -> None:
-    """Load the file tensor by tensor, and of each the part of this process."""
+    """Load this process's part of each tensor in the file, one tensor at a time."""
     with torch.no_grad(), safe_open(file, framework="pt") as saved:
         for name, tensor in own.items():
             tensor.copy_(part.own(name, saved.get_tensor(name)))

@@ -4,14 +4,13 @@ Invariant: a copy is whole or refused. Reading is one-way: the owner does not kn
 
 The state is under a sequence lock: its number is odd while it is being changed and even while it is whole, and a change
 adds two. State `number` is the result of the number-th change since the start. A replica that takes over another's
-state goes on from its number, so that all processes of a replica count alike, whichever states they copied on their
-way. The order of stores that this needs is that of x86. On a machine that reorders them a torn copy of the parameters
-still shows in their checksum.
+state continues from its number, so that all processes of a replica count alike, whichever states they copied before.
+This needs the store order of x86. On a machine that reorders them a torn copy of the parameters still shows in their
+checksum.
 
 Updates lie in a ring of slots. A slot has the number of the state to which its gradient leads, but only while it holds
-exactly what the optimiser consumes: added up over all replicas, divided and clipped. The number is removed before
-anything is written there. Gradients are accumulated in the slot and exchanged in place, so publishing costs a few
-stores.
+exactly the optimiser's input: summed over all replicas, divided and clipped. The number is removed before anything is
+written there. Gradients are accumulated in the slot and exchanged in place, so publishing costs a few stores.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _LOOKS = 30  # in a row: a reader must get back to its own orders
 
 
 class OverrunError(RuntimeError):
-    """The update that was asked for is gone: only a new copy of the state helps."""
+    """The requested update is gone: only a new copy of the state helps."""
 
 
 class UnreachableError(RuntimeError):
@@ -69,7 +68,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def stride(self) -> int:
-        """Bytes from one vector to the next: a slot's has one number more, since the loss denominator is exchanged with
+        """Bytes from one vector to the next. A slot's vector has one more number, the loss denominator, exchanged with
         the gradient."""
         return round_up((self.length + 1) * np.dtype(self.dtype).itemsize, mmap.PAGESIZE)
 
@@ -98,21 +97,21 @@ class Update(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publication(Protocol):
-    """A joiner's access to a core. All of it may raise `UnreachableError`."""
+    """A joiner's access to a core. All its verbs may raise `UnreachableError`."""
 
     def at_rest(self) -> bool:
-        """Whether the state is not being changed now; waits some hundredths of a second for a change to end."""
+        """Whether the state is unchanging now; waits some hundredths of a second for a change to end."""
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
-        """Fill three vectors; None when the state changed meanwhile and they hold no whole one."""
+        """Fill three vectors; None if the state changed meanwhile, so that they are not one state."""
 
     def copy_update(self, number: int, into: Vector) -> Update | None:
-        """Fill a flat gradient with the update to state `number`; None when that is not there yet. Raises
-        `OverrunError` when it is gone, or was overwritten meanwhile."""
+        """Fill a flat gradient with the update to state `number`; None if it does not exist yet. Raises `OverrunError`
+        when it is gone, or was overwritten meanwhile."""
 
 
 class _Map:
-    """One map of the memory: a page of header, the vectors of the state, those of the slots."""
+    """One map of the memory: a header page, the vectors of the state, the vectors of the slots."""
 
     def __init__(self, memory: mmap.mmap, shape: Shape) -> None:
         header = np.frombuffer(memory, _HEADER, 1)
@@ -148,22 +147,22 @@ class StateBoard(_Map):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps behind the moments."""
+        """Optimiser steps in the moments."""
         return int(self._header["steps"][0])
 
     def describe(self, steps: int, learning_rate: float) -> None:
-        """Set the steps that belong to the state that is being made, and the `learning_rate` of its last step."""
+        """Set the steps of the state in progress, and the `learning_rate` of its last step."""
         self._header["steps"], self._header["learning_rate"] = steps, learning_rate
 
     def take_over(self, number: int) -> None:
-        """Let the change in progress lead to that state of another replica. No slot here leads to such a state."""
+        """Let the change in progress lead to that state of another replica. No slot here leads to that state."""
         self._sequence[0] = 2 * number - 1
         self.forget_updates()
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Context for every change of the state. Left with an error, the state stays marked as broken until a change
-        ends well."""
+        """Context for every change of the state. If it ends with an error, the state stays marked as broken until a
+        change succeeds."""
         self._sequence[0] |= 1
         yield
         self._header["checksum"] = zlib.crc32(self._vectors[PARAMETERS].view(np.uint8).data)
@@ -179,14 +178,14 @@ class StateBoard(_Map):
         self._numbers[:] = _NONE
 
     def publish(self, update: Update) -> None:
-        """Mark the slot of this update as holding it."""
+        """Mark the slot as holding this update."""
         slot = self._slots[update.number % SLOTS : update.number % SLOTS + 1]
         slot["learning_rate"], slot["denominator"] = update.learning_rate, update.denominator
         slot["gradient_norm"] = update.gradient_norm
         slot["number"] = update.number  # last
 
     def mirror(self, mirrored: bool) -> None:
-        """Begin or cease to keep shared memory current for a joiner; done always where the state is in it."""
+        """Start or stop updating shared memory for a joiner; always on if the state is in shared memory."""
 
     @property
     def host_vectors(self) -> list[Vector]:
@@ -205,9 +204,9 @@ class StateBoard(_Map):
 
 
 class DeviceBoard(StateBoard):
-    """The owner's end where its state is on a GPU. Shared memory holds a copy of it only while somebody joins: from
-    `mirror(True)` on every change and every update is copied there, and before that it looks like a state in the middle
-    of a change. One slot is enough: an update is copied out before the next one is made."""
+    """The owner's end if its state is on a GPU. Shared memory holds a copy only during a join: from `mirror(True)` on,
+    every change and every update is copied there. Before that, it looks like a state in the middle of a change. One
+    slot is enough: an update is copied out before the next one is made."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         import torch
@@ -318,7 +317,7 @@ class SharedPublication(_Map):
         return state if self.holds_state(state.number) else None
 
     def update(self, number: int) -> Update | None:
-        """The update without its gradient, to be read first; None when it is not there yet. Raises `OverrunError`."""
+        """The update without its gradient, to be read first; None if it does not exist yet. Raises `OverrunError`."""
         # In this order: an update is published before the state it leads to is reached.
         reached = self._sequence[0] // 2 >= number
         if self.holds_update(number):

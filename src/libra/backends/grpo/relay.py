@@ -1,11 +1,9 @@
 """Relay of a core's state to another node: a process next to the core replica lets one joiner read its publication.
 
 Invariant: the core does not wait for the relay, which reads shared memory like any joiner of the core's own node. A
-frame arrives as it was sent, which its checksum shows, or the connection is of no more use. Neither end waits longer
-than `SILENT_SECONDS` for a frame that is due, nor keeps a copy of a vector.
-
-The relay listens at the address that it is given, serves the reader that shows the token, and ends with that reader or
-with its core. It needs no torch, so it starts in tenths of a second.
+frame arrives as it was sent, by its checksum, or the connection ends. Neither end waits longer than `SILENT_SECONDS`
+for a due frame, or keeps a copy of a vector. The relay listens at its given address, serves the reader that sends the
+token, and ends with that reader or with its core. It needs no torch, so it starts in tenths of a second.
 """
 
 from __future__ import annotations
@@ -60,14 +58,14 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class RelayRequest(msgspec.Struct, frozen=True):
-    """Asks whether the state is at rest, for the state, or for the update to state `number`."""
+    """Request for the rest status, for the state, or for the update to state `number`."""
 
     what: Literal["at rest", "state", "update"]
     number: int = 0
 
 
 class RelayAnswer(msgspec.Struct, frozen=True):
-    """An answer. Vectors follow a `content`, and then an answer that says whether they were whole to their end."""
+    """An answer. Vectors follow a `content`; a further answer says whether they were whole to their end."""
 
     verdict: Literal["yes", "no", "overrun", "other shape"]
     content: State | Update | None = None
@@ -79,7 +77,8 @@ M = TypeVar("M", Greeting, RelayRequest, RelayAnswer)
 
 
 class StateStream:
-    """One end of the connection. Every verb raises `OSError` when the other end is gone, silent or not understood."""
+    """One end of the connection. Every verb raises `OSError` when the other end is gone, silent or sends an unknown
+    message."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -105,7 +104,7 @@ class StateStream:
             raise ConnectionAbortedError(f"this is no {kind.__name__}: {error}") from None
 
     def send_vectors(self, vectors: Sequence[Vector], is_whole: Callable[[], bool]) -> None:
-        """Send the vectors as long as they are unchanged, and then whether they were so to the end."""
+        """Send the vectors as long as they are unchanged, then whether they were unchanged to the end."""
         for vector in vectors:
             data = vector.view(np.uint8).data
             for start in range(0, len(data), _PIECE_BYTES):
@@ -176,11 +175,11 @@ def _copy(data: memoryview) -> bytes:
 class RemotePublication:
     """The publication of a core on another node, through the core's relay; see `Publication`.
 
-    Once the relay was silent, unclear or gone this end is closed for good.
+    After a silence, an unknown message or the loss of the relay, this end stays closed.
     """
 
     def __init__(self, place: RelayPlace, shape: Shape) -> None:
-        """Raises `LayoutError`, and `OSError` when the relay is not there or does not take the token."""
+        """Raises `LayoutError`, and `OSError` if the relay is missing or refuses the token."""
         self._stream = StateStream(socket.create_connection((place.host, place.port), SILENT_SECONDS))
         weakref.finalize(self, self._stream.close)
         self._stream.send(Greeting(place.token, shape))
@@ -224,7 +223,7 @@ class RemotePublication:
 
 
 class RelayOrder(msgspec.Struct, frozen=True):
-    """A relay's order, read from its standard input, since other users of the machine can see a command line."""
+    """A relay's order, read from its standard input, since command lines are visible to other users of the machine."""
 
     listener: int  # file descriptor
     serve: Serve
@@ -233,7 +232,7 @@ class RelayOrder(msgspec.Struct, frozen=True):
 
 
 class Relay:
-    """The core's handle on its relay. The socket listens when this is made; a reader waits for the process to start."""
+    """The core's handle on its relay. The socket listens from now on; a reader waits for the process to start."""
 
     def __init__(self, serve: Serve, place: StatePlace, shape: Shape) -> None:
         """Raises `OSError` when the process cannot be started, or the address is not one of this node."""
@@ -254,7 +253,7 @@ class Relay:
 
 
 def serve(stream: StateStream, publication: SharedPublication) -> None:
-    """Answer a reader's requests until it goes, which raises `OSError`."""
+    """Answer a reader's requests until it leaves, which raises `OSError`."""
     while True:
         request = stream.receive(RelayRequest, IDLE_SECONDS)
         match request.what:
@@ -278,8 +277,8 @@ def serve(stream: StateStream, publication: SharedPublication) -> None:
 
 
 def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: float) -> StateStream:
-    """The first reader that shows the token. Raises `TimeoutError` when none comes, and `ValueError` when it expects
-    another shape, after telling it so."""
+    """The first reader that sends the token. Raises `TimeoutError` if none arrives. Raises `ValueError` if it expects
+    another shape, after telling the reader."""
     ends = time.monotonic() + seconds
     while True:
         listener.settimeout(max(0.001, ends - time.monotonic()))

@@ -1,10 +1,10 @@
 """A small store with a secret, in which replicas exchange the addresses at which they connect.
 
-Invariant: nothing that arrives before a connection has shown the secret is kept or grows, and nothing that arrives
-afterwards exceeds the limits below. A stranger can neither read nor set a key, and no message ends a process.
+Invariant: data that arrives before the secret is neither kept nor grows, and data that arrives after it stays within
+the limits below. A stranger can neither read nor set a key, and no message ends a process.
 
 torch's own store has no authentication, lets every client list and set its keys, and ends its process on a malformed
-frame. This one has the same interface, so that gloo takes either.
+frame. This one has the same interface, so gloo accepts either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LARGEST_FRAME = _LONGEST_KEY + _LONGEST_VALUE + 64
 
 
 class _Call(msgspec.Struct, frozen=True, array_like=True):
-    """Set `key` where there is a value; else wait up to `seconds` for the value of `key`."""
+    """Set `key` if there is a value; otherwise wait up to `seconds` for the value of `key`."""
 
     key: str
     seconds: float
@@ -40,10 +40,8 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Door:
-    """New connections of a listener, read in one thread until they have shown the secret.
-
-    A stranger costs a descriptor and no thread, however slowly it sends.
-    """
+    """New connections of a listener, read in one thread until they have sent the secret. A stranger costs a descriptor
+    and no thread, however slowly it sends."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         listener.setblocking(False)
@@ -54,7 +52,7 @@ class _Door:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def admitted(self) -> Iterator[socket.socket]:
-        """Blocking connections that have shown the secret, until the listener is closed."""
+        """Blocking connections that have sent the secret, until the listener is closed."""
         while self._listener.fileno() >= 0:
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 connection: socket.socket | None = key.data
@@ -70,7 +68,7 @@ class _Door:
         self._selector.close()
 
     def _accept(self) -> None:
-        """Add a connection that has to greet; where there are too many, the first ends."""
+        """Add a connection that has to greet; if there are too many, the oldest ends."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -86,7 +84,7 @@ class _Door:
             self._leave(next(iter(self._shown))).close()
 
     def _has_shown(self, connection: socket.socket) -> bool:
-        """Whether the connection has shown all of the secret; one that cannot any more is closed."""
+        """Whether the connection has sent the whole secret; one that cannot any more is closed."""
         shown = self._shown[connection]
         try:
             got = connection.recv(len(self._secret) - len(shown))
@@ -110,8 +108,8 @@ class _Door:
 
 
 class RendezvousServer:
-    """The store, in the process of the first replica, served by daemon threads: one for the door, and one for each
-    connection that has shown the secret."""
+    """The store, in the process of the first replica, served by daemon threads: one for new connections, and one for
+    each connection that has sent the secret."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         """Port 0: any free one. Raises `OSError`."""
@@ -139,7 +137,7 @@ class RendezvousServer:
                 _send(connection, self._answer(call))
 
     def _answer(self, call: _Call) -> bytes | None:
-        """The value; None where it does not arrive in time, or there is no room for it."""
+        """The value; None if it does not arrive in time, or exceeds the room."""
         with self._changed:
             if call.value is not None:
                 if len(call.key) > _LONGEST_KEY or len(call.value) > _LONGEST_VALUE:
@@ -156,7 +154,7 @@ class RendezvousServer:
 class RendezvousStore(Store):
     """One replica's view of the store: its keys begin with `prefix`. Raises `OSError` where it cannot be reached.
 
-    gloo sets a key once in a membership, so a value that this replica has set or seen is not asked for again.
+    gloo sets a key once in a membership, so this replica requests no value that it has set or seen.
     """
 
     def __init__(self, host: str, port: int, secret: str, prefix: str, timeout: timedelta) -> None:

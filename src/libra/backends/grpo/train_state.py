@@ -1,7 +1,7 @@
 """State that training changes: parameters, AdamW moments and gradients, on a board. A joiner takes over a core's.
 
-Invariant: model and optimiser only ever see views of that memory, and every change is made in place and marked as a
-change; so the board is the state at every moment, and nothing is copied to publish it.
+Invariant: model and optimiser only see views of the board's memory, and every change is made in place and marked as a
+change. So the board always is the state, and publishing it copies nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes se
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All parameters of a model as one vector: shapes by name in its order, and where each starts, in elements.
-
-    Every tensor starts on a cache line. What lies between two of them is zero and stays zero, so a sum, a copy or a
-    checksum of whole vectors is that of their tensors.
-    """
+    """All parameters of a model as one vector: shapes by name in its order, and the start of each, in elements. Every
+    tensor starts on a cache line. The gaps are zero and stay zero, so a sum, a copy or a checksum of whole vectors is
+    that of their tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]
     offsets: Mapping[str, int]
@@ -69,7 +67,7 @@ class FlatLayout:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A copy of the whole state in the host's memory, to be put back."""
+    """A copy of the whole state in the host's memory, for restoring it."""
 
     vectors: list[torch.Tensor]
     steps: int
@@ -139,7 +137,8 @@ class TrainState:
         return StatePlace(os.getpid(), self._board.descriptor)
 
     def publication_at(self, place: StatePlace | RelayPlace) -> Publication:
-        """The publication of another replica of the same model. Raises `LayoutError`, and `OSError` when it is gone."""
+        """The publication of another replica of the same model. Raises `LayoutError`, and `OSError` when the replica is
+        gone."""
         match place:
             case StatePlace():
                 return SharedPublication(place, self.shape)
@@ -147,7 +146,7 @@ class TrainState:
                 return RemotePublication(place, self.shape)
 
     def mirror(self, mirrored: bool) -> None:
-        """Begin or cease to keep the state where joiners read it; it is there always, unless it is on a GPU."""
+        """Start or stop keeping the state where joiners read it; always on unless it is on a GPU."""
         self._board.mirror(mirrored)
 
     def optimiser_tensors(self) -> dict[str, torch.Tensor]:
@@ -166,20 +165,20 @@ class TrainState:
             self._board.describe(int(self._steps()[0]), self.learning_rate)
 
     def gradient(self) -> torch.Tensor:
-        """Zeros [length + 1] for the next step: backward adds to its views, the last element is the denominator's."""
+        """Zeros [length + 1] for the next step: backward adds to its views, and the last element is the denominator."""
         slot = self._open_slot()
         slot.zero_()
         return slot
 
     def step(self, denominator: float, gradient_norm: float) -> None:
-        """Publish the gradient, which is divided and clipped by now, and let the optimiser take it."""
+        """Publish the divided and clipped gradient, and apply it with the optimiser."""
         self._board.publish(Update(self.number + 1, self.learning_rate, denominator, gradient_norm))
         with self.change():
             self._optimiser.step()
 
     def take_state(self, publication: Publication) -> int | None:
-        """Take over the published state. Returns its number; None when it changed while it was copied: this replica
-        then holds no whole state until it takes one."""
+        """Take over the published state. Returns its number; None if it changed during the copy: this replica then has
+        no whole state until the next copy."""
         with self.change():
             state = publication.copy_state(self._board.host_vectors)
             if state is not None:
@@ -190,8 +189,8 @@ class TrainState:
         return state.number if state is not None and state.checksum == self.checksum else None
 
     def take_update(self, publication: Publication, number: int) -> bool:
-        """Make the published step to state `number`; returns False when it is not there yet. Raises `OverrunError`,
-        with the state as it was."""
+        """Make the published step to state `number`; returns False if it does not exist yet. Raises `OverrunError`,
+        with the state unchanged."""
         self._open_slot()
         update = publication.copy_update(number, self._board.host_slot(number))
         if update is None:
@@ -211,7 +210,7 @@ class TrainState:
             self._set_steps(kept.steps)
 
     def _open_slot(self) -> torch.Tensor:
-        """The slot for the next update, with every gradient a view of it."""
+        """The slot for the next update; every gradient becomes a view of it."""
         index = self._board.open_slot()
         for name, view in self._gradients[index].items():
             self._parameters[name].grad = view
@@ -226,7 +225,7 @@ class TrainState:
 
 
 class BehindError(RuntimeError):
-    """The core's state changes faster than this replica can take it over."""
+    """The core's state changes faster than this replica can copy it."""
 
 
 class SilentError(RuntimeError):
@@ -234,11 +233,9 @@ class SilentError(RuntimeError):
 
 
 class Follower:
-    """A joiner on its way to a core's state, at its own pace while the core goes on.
-
-    It holds exactly state `number` of the core, or knows that it holds none: one snapshot, then the updates that came
-    since, each once and in order. A missed update is made up for by a new snapshot, a bounded number of times.
-    """
+    """A joiner on its way to a core's state, at its own pace while the core steps. It holds exactly state `number` of
+    the core, or knows that it holds none: one snapshot, then the later updates, each once and in order. A new snapshot
+    replaces a missed update, a bounded number of times."""
 
     def __init__(self, publication: Publication, state: TrainState) -> None:
         self._publication, self._state = publication, state
@@ -247,8 +244,8 @@ class Follower:
         self.number: int | None = None  # of the core's state that is held
 
     def advance(self) -> None:
-        """Go on until nothing more is published, or the core is in the middle of a change that has to end first. Raises
-        `BehindError`, `SilentError`, `UnreachableError`."""
+        """Follow until nothing more is published, or the core is in the middle of a change that has to end first.
+        Raises `BehindError`, `SilentError`, `UnreachableError`."""
         while True:
             if self.number is None:
                 if not self._at_rest():
@@ -259,7 +256,7 @@ class Follower:
         self._snapshots = 0
 
     def _at_rest(self) -> bool:
-        """Whether there is a state to copy now. If not, that does not count as a copy that was overtaken."""
+        """Whether there is a state to copy now. If not, no copy counts as overtaken."""
         if self._publication.at_rest():
             self._changing_since = None
             return True
@@ -280,7 +277,7 @@ class Follower:
         self.number = self._state.take_state(self._publication)
 
     def _take_update(self, number: int) -> bool:
-        """Whether there is more to do: an update was taken, or missed."""
+        """Whether more remains: an update was applied, or missed."""
         try:
             if not self._state.take_update(self._publication, number):
                 return False

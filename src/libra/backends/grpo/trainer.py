@@ -1,7 +1,7 @@
 """One process of a training replica, by default its only one: a trainer that steps on samples it is sent.
 
-Invariant: the optimiser steps only on a verdict, after the gradients of all replicas have been added up and divided
-once; every replica then holds the same parameters, and says so by their hash. Until the verdict the state is untouched.
+Invariant: the optimiser steps only on a verdict, after the gradients of all replicas have been summed and divided once.
+Every replica then holds the same parameters, and proves it by their hash. Until the verdict the state does not change.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ class TrainerProcess:
             torch.cuda.empty_cache()  # what the model was in before it was on the board
 
     def reduce(self, order: Train) -> Reduced:
-        """Back-propagate this share and add the gradients of all replicas up. The state stays what it was.
+        """Back-propagate this share and sum the gradients of all replicas. The state does not change.
 
         In a replica of several processes each has a part of the replica's samples. After back-propagating them, each
-        holds its part of the replica's gradient, or all of it, and adds that up with its like in other replicas."""
+        holds its part of the replica's gradient, or all of it, and sums that with its counterparts in other replicas.
+        """
         if self._reduced is not None:
             raise RuntimeError(f"the gradient of version {self._reduced[0]} still awaits its verdict")
         began = time.monotonic()
@@ -118,7 +119,7 @@ class TrainerProcess:
         return Reduced(order.version, failure, compute_seconds, exchange_seconds, sums)
 
     def commit(self, order: Commit) -> Trained:
-        """Make the optimiser step, with the gradient that was summed for this version."""
+        """Make the optimiser step with the summed gradient of this version."""
         if self._reduced is None or self._reduced[0] != order.version:
             raise RuntimeError(f"no gradient of version {order.version} awaits a verdict")
         _, gradient = self._reduced
@@ -158,7 +159,7 @@ class TrainerProcess:
         return WarmedUp(total / demonstrated)
 
     def publish(self, buffer: int) -> int:
-        """Write the whole weights for the engines; returns their checksum, 0 where this process does not lead."""
+        """Write the whole weights for the engines; returns their checksum, 0 if this process does not lead."""
         weights = Gathered(self.part, self.part.parameters)
         if self._inside.leads:
             return self._buffer.write(buffer, self.layout, weights, hashed=self._settings.hashed)
@@ -177,7 +178,7 @@ class TrainerProcess:
         return scores
 
     def diverged(self) -> str:
-        """Reason why the weights of this part are of no use; empty where they are sound."""
+        """Reason why the weights of this part are unusable; empty if they are sound."""
         largest = self.state.largest
         if largest <= _LARGEST:
             return ""
@@ -200,7 +201,7 @@ class TrainerProcess:
             load_file(directory / OPTIMISER, self.part, self.state.optimiser_tensors())
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
-        """Time training at this device's pace. Parameters and optimiser state are put back, however it ends."""
+        """Time training at this device's pace. Parameters and optimiser state are restored, however it ends."""
         kept = self.state.keep()
         batches, steps, exchanges = list[tuple[int, float]](), list[float](), list[float]()
         try:
@@ -226,7 +227,7 @@ class TrainerProcess:
         return TrainingMeasured(batches, fmean(steps), fmean(exchanges))
 
     def _backward(self, samples: list[Sample]) -> TokenSums:
-        """Add the gradient of the summed loss to the gradient that is open."""
+        """Add the gradient of the summed loss to the open gradient."""
         settings, sums = self._settings, TokenSums()
         for batch, last in self._micro_batches(samples):
             ids, mask, behaviour, advantages = collate(batch, self._device)
@@ -242,7 +243,7 @@ class TrainerProcess:
 
     def _micro_batches(self, samples: list[Sample]) -> Iterator[tuple[list[Sample], bool]]:
         """Micro-batches, and whether each is the last. Every process of the replica makes equally many, since they meet
-        in each: one that has no more samples adds nothing."""
+        in each; a process without further samples adds nothing."""
         batches = list(micro_batches(samples, self._settings.micro_batch_tokens))
         rounds = self._inside.largest(len(batches))
         for number in range(rounds):

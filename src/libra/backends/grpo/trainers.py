@@ -1,8 +1,8 @@
 """The training side as one unit: replicas that share each step.
 
 Invariant: a step is made by all present replicas together or not at all. Each votes when it holds the summed gradient,
-and gets the order to step only when all have voted. When one is lost before that, none has stepped: the rest regroup
-and make the same step from the same samples, so nothing is trained twice or dropped and no state has to be copied.
+and gets the order to step only when all have voted. If one is lost before that, none has stepped: the rest regroup and
+make the same step from the same samples. So no sample is trained twice or dropped, and no state has to be copied.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def start_order(
     hashed: bool = False,
 ) -> StartTrainer:
     """The order to the worker at this `link` to train this model. `share`: of its slot's core, or of its GPU;
-    `precision`: the chosen one; `cores`: None for those of its slot; `hashed`: where a GPU may seal weights with its
-    own hash, which needs no CRC of all bytes."""
+    `precision`: the chosen one; `cores`: None for those of its slot; `hashed`: whether a GPU may seal weights with its
+    own hash, which replaces the CRC of all bytes."""
     on_cpu = link.device == CPU
     return StartTrainer(
         model_directory=str(model),
@@ -85,11 +85,11 @@ def start_order(
 
 
 class DivergedError(RuntimeError):
-    """Replicas that must be equal are not, or what they learn is not finite."""
+    """Replicas that must be equal are not, or their weights are not finite."""
 
 
 def require_sound(what: str, rate: str, diverged: str) -> None:
-    """Raises `DivergedError` where `diverged` says what is wrong; `rate` is the key of the learning rate."""
+    """Raises `DivergedError` if `diverged` names a fault; `rate` is the key of the learning rate."""
     if diverged:
         raise DivergedError(f"{what} diverged: {diverged}; lower {rate}")
 
@@ -104,8 +104,8 @@ class Trainers:
         patience: Patience = STANDARD,
         port: int = 0,
     ) -> None:
-        """`core` is the first replica; `kill` ends the process of one that hangs. Replicas meet at that port of the
-        first one's node; 0: at any free one."""
+        """`core` is the first replica; `kill` ends the process of one that hangs. Replicas meet at `port` of the first
+        one's node; 0: any free one."""
         self._patience, self._kill = patience, kill
         self._members = Membership(core, kill, patience, port)
         self.publisher = core  # the replica on whose node the newest weights are; it may be lost by now
@@ -117,11 +117,11 @@ class Trainers:
 
     @property
     def core(self) -> Handle:
-        """A core replica that is there. Raises `CoreLostError` when none is."""
+        """A present core replica. Raises `CoreLostError` when none is."""
         return self._members.require_core()
 
     def require_core(self) -> None:
-        """Raises `CoreLostError` when no core replica is there."""
+        """Raises `CoreLostError` when no core replica is present."""
         self._members.require_core()
 
     @property
@@ -135,19 +135,18 @@ class Trainers:
         return tuple(replica.name for replica in self._members.replicas)
 
     def hybrids(self) -> tuple[str, ...]:
-        """Names of the replicas that are there and may leave."""
+        """Names of the present replicas that may leave."""
         return tuple(replica.name for replica in self._members.hybrids if not replica.lost)
 
     @property
     def step_allowance(self) -> float:
-        """Estimated seconds within which a step is made, or a replica is found to be lost in it."""
+        """Estimated seconds within which a step is made, or the loss of a replica is noticed."""
         return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
-        """Take in a started replica while the others go on: it follows a core until it holds the same state, and
-        contributes from the next step on. Returns the seconds that a step waited for its entry.
-
-        Raises `JoinError` (its process is ended then), and `WorkerLostError` when it goes away."""
+        """Admit a started replica while the others continue: it follows a core until it holds the same state, and
+        contributes from the next step on. Returns the seconds that a step waited for its entry. Raises `JoinError` (its
+        process is then ended), and `WorkerLostError` when it is lost."""
         async with self._changing:
             try:
                 return await Joiner(replica, core, self._members, self.boundary, self._step_seconds).join()
@@ -157,7 +156,7 @@ class Trainers:
                 raise
 
     async def leave(self, name: str) -> Handle:
-        """Let a hybrid replica go at a step boundary. Raises `WorkerLostError` when it is lost before."""
+        """Release a hybrid replica at a step boundary. Raises `WorkerLostError` when it is lost before."""
         members = self._members
         async with self._changing:
             if name in {replica.name for replica in members.cores}:
@@ -237,8 +236,8 @@ class Trainers:
         return (await self.ask_core(Score(sequences), Scored)).logprobs
 
     async def save(self, directory: Path, optimiser: bool) -> None:
-        """Have a core replica write its state, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file
-        then."""
+        """Have a core replica write its state, in Hugging Face layout. Raises `DiskError`, without leaving part of a
+        file."""
         try:
             await self.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
         except WorkerFailedError as error:  # it was alive, and could not do it
@@ -247,7 +246,7 @@ class Trainers:
             raise DiskError(directory, OSError(0, str(error))) from None
 
     async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
-        """Have every replica back-propagate its share and add gradients up; None from those that are lost."""
+        """Have every replica back-propagate its share and sum gradients; None from lost replicas."""
         shares = split_evenly(samples, self.size)
         allowed = self._patience.unknown
         if self._token_seconds.below:
@@ -272,7 +271,7 @@ class Trainers:
         await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
-        """Have all replicas step. Losing one from here on does not undo the step: its gradient is in the sum."""
+        """Have all replicas step. A loss from here on does not undo the step: the gradient is in the sum."""
         buffer = version % BUFFERS
         orders = [
             (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())

@@ -1,9 +1,9 @@
 """The life of a training worker: orders in, answers out. Its replica is this process alone, or also the peers that it
 leads.
 
-Invariant: every order has one answer; a joiner keeps up with its core whenever none is waiting. Peers are forked by the
-leader before it starts a thread, and die with it. The leader ends when one of them does, so a replica is there with all
-its processes or not at all. An order to the replica is an order to each of them, and their answers become one.
+Invariant: every order has one answer; a joiner keeps up with its core whenever no order is waiting. The leader forks
+peers before it starts a thread, and they die with it. The leader ends when one of them does, so a replica has all its
+processes or does not exist. An order to the replica is an order to each process, and their answers are merged.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Peer(PeerChannel):
         self._number = number
 
     def answer(self) -> FromWorker:
-        """Raises `BrokenReplicaError` when it went away or failed."""
+        """Raises `BrokenReplicaError` when the process is lost or fails."""
         try:
             answer = self.receive()
         except ConnectionError:
@@ -130,7 +130,7 @@ class Peer(PeerChannel):
         return answer
 
     def refuse(self) -> None:
-        """Take an unrequested message, most likely the process's last error. Raises `BrokenReplicaError`."""
+        """Handle an unrequested message, most likely the process's last error. Raises `BrokenReplicaError`."""
         raise BrokenReplicaError(f"process {self._number} of the replica sent {type(self.answer()).__name__} unasked")
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Peer(PeerChannel):
         os.close(self.process)
 
     def _end(self) -> str:
-        """Description of the process's end, which comes soon after its connection was closed."""
+        """Description of the process's end, which follows soon after its connection closes."""
         if not select.select([self.process], [], [], _CLOSING_SECONDS)[0]:
             return "it closed its connection, and does not end"
         found = os.waitid(os.P_PIDFD, self.process, os.WEXITED)
@@ -173,7 +173,7 @@ class ReplicaChannel:
         self._controller.send(join([answer, *(peer.answer() for peer in self._peers)]))
 
     def look_for_broken(self, seconds: float) -> None:
-        """Raises `BrokenReplicaError` where a peer has ended, or does within `seconds`."""
+        """Raises `BrokenReplicaError` if a peer has ended, or ends within `seconds`."""
         ended = select.select([peer.process for peer in self._peers], [], [], seconds)[0]
         for peer in self._peers:
             while peer.process in ended:
@@ -216,7 +216,7 @@ def serve_together(
 
 
 def _meet_peers(channel: ReplicaChannel, processes: int, store: FileStore, device: DeviceKind) -> Inside:
-    """`meet` on a thread, since it would wait for a peer that never comes, while this one watches that they live."""
+    """Run `meet` on a thread, since it would wait for a missing peer, while this one checks that the peers live."""
     formed = on_thread("meet", lambda: meet(0, processes, store, device))
     while not formed.done():
         channel.look_for_broken(_LOOK_SECONDS)

@@ -1,9 +1,9 @@
 """Worker processes on the nodes of a cluster.
 
-Invariant: a node is there or lost, for all of its workers at once, and a lost one has no worker. Another node takes its
-place when there is one; until then its slots offer nothing. Engines load weights only once they are whole on their
-node, to the checksum. A node is sent a version once, however many of its engines ask, and the source is read once for
-all.
+Invariant: a node is present or lost, for all of its workers at once, and a lost one has no worker. Another node
+replaces it when there is one; until then its slots are unavailable. Engines load weights only once they are whole on
+their node, by the checksum. A node receives a version once, however many of its engines request it, and the source is
+read once for all nodes.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _COPY_SECONDS = 120.0  # of weights, for each end
 
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
-    """A slot: the `number`th on node `node` of those that are used."""
+    """A slot: number `number` on node `node`."""
 
     node: int
     number: int
 
 
 class _TornError(CopyError):
-    """Weights came, and are not what they should be."""
+    """Weights arrived, and do not match their checksum."""
 
 
 class _Place:
-    """The place of one node, and the node that is in it."""
+    """The place of one node, and its present node."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -63,18 +63,18 @@ class _Place:
 
     @property
     def name(self) -> str:
-        """The name of the present node; the next one here has another."""
+        """The name of the present node; the next one in this place has another."""
         return f"node-{self.number}.{self.generation}"
 
     def give_up(self) -> None:
-        """Give up a node that hangs: it is not lost, and does nothing."""
+        """Give up a node that hangs: it is not lost, but does nothing."""
         if self.node is not None and not self.patience.expired():
             self.patience.reschedule(asyncio.get_running_loop().time())
 
 
 class ClusterLauncher:
-    """See `WorkerLauncher` for its verbs. `slots` say where each slot is; `marks` are files that every node must see. A
-    place that loses `most_losses` nodes within an hour, those that do not start included, is given up."""
+    """See `WorkerLauncher` for its verbs. `slots` has the place of each slot; `marks` are files that every node must
+    see. A place that loses `most_losses` nodes within an hour, failed starts included, is given up."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ClusterLauncher:
     async def open(
         cls, nodes: Nodes, slots: Sequence[NodeSlot], marks: Mapping[str, str], most_losses: int
     ) -> AsyncIterator[ClusterLauncher]:
-        """A launcher that is starting; closed on the way out."""
+        """A starting launcher, closed at the end."""
         async with Reception.open(nodes.host) as reception:
             launcher = cls(nodes, slots, reception, marks, most_losses)
             launcher._keepers = [background(launcher._keep(place)) for place in launcher._places]
@@ -185,7 +185,7 @@ class ClusterLauncher:
         await self._once(weights, write, lambda: self._copy(weights, size, source.node, target.node))
 
     async def _copy(self, weights: LoadWeights, size: int, source: str, target: str) -> None:
-        """Copy what changed since the node's own version, where that is the chosen way and works, or everything."""
+        """Copy the changes since the node's own version, if that is the chosen way and works, or everything."""
         base = self._held.pop(target, None)  # which is written over, or not the newest any more
         if base is not None and base.buffer != weights.buffer and self._way == "delta":
             try:
@@ -226,14 +226,14 @@ class ClusterLauncher:
             raise SourceLostError(f"weights v{weights.version} are not on {source}: {error}") from None
 
     async def _once(self, weights: LoadWeights, what: str, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of the task of that name, which is begun if there is none, or if it failed."""
+        """The result of the task of that name, which is started if it does not exist, or failed."""
         task = self._copies.get((weights, what))
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._copies[weights, what] = asyncio.create_task(begin())
         return await asyncio.shield(task)
 
     def _named(self, name: str) -> tuple[_Place, RemoteNode]:
-        """A node that is here, also where its workers have ended: its weights stay. Raises `NodeLostError`."""
+        """A present node, even if its workers have ended: its weights stay. Raises `NodeLostError`."""
         for place in self._places:
             if place.name == name and place.node is not None:
                 return place, place.node
@@ -256,7 +256,7 @@ class ClusterLauncher:
         return WorkerLink(name, pid, channel, cores, core, place.name, place.facts.host, device)
 
     async def _keep(self, place: _Place) -> None:
-        """Keep a node in this place, another one when it is lost, until the place has lost too many."""
+        """Keep a node in this place, and replace it when it is lost, until the place has lost too many."""
         while len(place.losses) < self._most_losses:
             node: RemoteNode | None = None
             place.patience = asyncio.timeout(None)

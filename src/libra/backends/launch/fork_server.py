@@ -2,8 +2,8 @@
 
 Invariant: every process started here is gone when `close` returns, and also when this process is killed: no worker
 outlives the fork server, and the fork server does not outlive the controller. Each dies with its parent, and the fork
-server also ends when the controller's socket closes. It never starts a thread, so a fork is a clean copy; importing
-vLLM takes seconds, forking it milliseconds.
+server also ends when the controller's socket closes. It never starts a thread, so a fork is a clean copy. Importing
+vLLM takes seconds, a fork milliseconds.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LaunchError(RuntimeError):
 
 
 class ForkError(RuntimeError):
-    """This one worker process cannot be started now; others go on."""
+    """This one worker process cannot be started now; others are not affected."""
 
 
 class ForkServer:
@@ -86,7 +86,7 @@ class ForkServer:
         command: tuple[str, ...] = _COMMAND,
         kind: DeviceKind = "cpu",
     ) -> None:
-        """Starts it. It writes to `<logs>/<name>.log`, its workers to theirs."""
+        """Start the server. It writes to `<logs>/<name>.log`, its workers to theirs."""
         self._logs, self.log, self.kind = logs, logs / f"{name}.log", kind
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
@@ -112,7 +112,7 @@ class ForkServer:
         return self._process.pid
 
     async def ready(self) -> float:
-        """Wait until it has imported everything; returns its seconds. Raises `LaunchError`."""
+        """Wait until everything is imported; returns the seconds of that. Raises `LaunchError`."""
         reply = await self._reply()
         if reply is None:
             tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
@@ -125,7 +125,7 @@ class ForkServer:
 
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
         """Fork a worker at the other end of `connection`, which is closed here; returns its process id. Raises
-        `ForkError`, and `LaunchError` where no worker can be forked any more."""
+        `ForkError`, and `LaunchError` when no worker can be forked any more."""
         # The answer to a caller that gives up waiting has to be read: the next caller would take it for its own.
         return await asyncio.shield(asyncio.create_task(self._fork(name, connection, environment)))
 
@@ -159,7 +159,7 @@ class ForkServer:
                 signal.pidfd_send_signal(self._running[pid], signal.SIGKILL)
 
     async def gone(self, pid: int) -> None:
-        """Wait until the worker has ended, and what it forked; they are killed if they do not end by themselves. Raises
+        """Wait until the worker and its forks have ended; they are killed if they do not end by themselves. Raises
         `TimeoutError` when even that does not end them."""
         process = self._running.get(pid)
         if process is None:
@@ -303,7 +303,8 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
 
 def _require_clean() -> None:
-    """Raises `ForkError` where a fork would inherit what it cannot use: a CUDA context, or locks of other threads."""
+    """Raises `ForkError` if a fork would inherit state that it cannot use: a CUDA context, or locks of other
+    threads."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise ForkError("a library has opened a CUDA context in the fork server; see its log")
@@ -314,6 +315,7 @@ def _require_clean() -> None:
 def _import_everything(kind: DeviceKind) -> None:
     """Import what engines and trainers need, so that a fork has it already. vLLM's worker for CPUs replaces streams,
     events and pinned memory of CUDA in all of torch: no process may have both workers."""
+    import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen3
     import vllm.v1.executor.uniproc_executor
     from vllm.model_executor.models import ModelRegistry
@@ -329,10 +331,11 @@ def _import_everything(kind: DeviceKind) -> None:
     # vLLM inspects a model that it knows only by name in a process of its own, once for every engine until one has kept
     # the result: that takes as long as importing vLLM, and the process outlives a worker that is killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
+    ModelRegistry.register_model("LlamaForCausalLM", vllm.model_executor.models.llama.LlamaForCausalLM)
 
 
 def _probe(kind: DeviceKind) -> Bf16Speed:
-    """Speed of bf16, tried on a CPU in a child: it may start threads, which later forks could not inherit."""
+    """Speed of bf16, measured on a CPU in a child: it may start threads, which later forks could not inherit."""
     if kind == "cuda":
         return gpus_bf16(inventory())
     fork_server = os.getpid()

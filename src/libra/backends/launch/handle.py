@@ -1,8 +1,7 @@
 """The controller's view of a worker: awaitable orders over a channel.
 
-Invariant: when a worker goes away, everything that waits for it fails at once with `WorkerLostError`; no caller waits
-for ever or gets a success. A worker that sends an unexpected message is given up, and what it sends after that
-is dropped.
+Invariant: when a worker is lost, all its waiting callers fail at once with `WorkerLostError`; none waits for ever or
+gets a success. A worker that sends an unexpected message is given up, and its later messages are dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class Handle:
-    """Orders with one answer each, answered in turn; `on_lost` is called once when the worker goes away."""
+    """Orders with one answer each, answered in turn; `on_lost` is called once when the worker is lost."""
 
     def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
         self.name, self.link = link.name, link
@@ -121,7 +120,7 @@ class Handle:
             self.declare_lost(f"it sent what is not a message: {error}")
 
     def declare_lost(self, why: str) -> None:
-        """Take the worker for lost. This is reported once, and not where the worker was ordered to stop."""
+        """Treat the worker as lost. This is reported once, and not if the worker was ordered to stop."""
         if self.lost:
             return
         self.lost = True

@@ -1,7 +1,7 @@
 """Launchers of worker processes: their interface, and the launcher for this machine.
 
-Invariant: a worker is known by its link, since a process id means something on one machine only. Every process that a
-launcher started is gone when it is closed.
+Invariant: a link identifies a worker, since a process id is valid on one machine only. Every process that a launcher
+started is gone when it is closed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOCAL = "local"  # the node of a run that has one only
 
 @dataclass(frozen=True, slots=True)
 class WorkerLink:
-    """A started worker process, the channel to it, and where it runs."""
+    """A started worker process: the channel to it, and its node."""
 
     name: str
     pid: int  # on its node
@@ -43,7 +43,7 @@ class WorkerLink:
 
     @property
     def own_cores(self) -> tuple[int, ...]:
-        """Cores that it computes on: its slot's, and beside a GPU any."""
+        """Cores that it computes on: its slot's, or all if it has a GPU."""
         return (self.core,) if self.device == CPU else self.cores
 
 
@@ -52,7 +52,7 @@ class CopyError(RuntimeError):
 
 
 class SourceLostError(CopyError):
-    """The node where the weights should be does not have them, or not any more."""
+    """The source node does not have the weights, or not any more."""
 
 
 class WeightStore(Protocol):
@@ -76,11 +76,11 @@ class WorkerLauncher(WeightStore, Protocol):
         ...
 
     def processes(self) -> Sequence[int]:
-        """Process ids under which workers of this machine run."""
+        """Ids of the worker processes on this machine."""
         ...
 
     def offers(self, slot: int) -> bool:
-        """Whether the slot is there: its node is not lost."""
+        """Whether the slot is available: its node is not lost."""
         ...
 
     async def ready(self) -> float:
@@ -89,12 +89,12 @@ class WorkerLauncher(WeightStore, Protocol):
         ...
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
-        """Start one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` where no
+        """Start one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` when no
         worker can be started any more."""
         ...
 
     def kill(self, link: WorkerLink) -> None:
-        """End a worker that was spawned here, at once; no error where it has ended."""
+        """End a worker of this launcher at once; no error if it has ended."""
         ...
 
     async def gone(self, link: WorkerLink) -> None:
@@ -103,7 +103,7 @@ class WorkerLauncher(WeightStore, Protocol):
         ...
 
     def exists(self, link: WorkerLink) -> bool:
-        """Whether the worker's process is there, as far as is known."""
+        """Whether the worker's process is believed to exist."""
         ...
 
     @property
@@ -126,15 +126,15 @@ class RunWeights:
 
 
 class AgentLauncher(WorkerLauncher, Protocol):
-    """A launcher some of whose slots are engines beside servers, which agents lend."""
+    """A launcher that also has slots on servers, lent by agents."""
 
     async def look(self) -> None:
-        """Ask all agents, and ask those that are away again from now on. Raises `LenderRefusedError`."""
+        """Query all agents, and from now on repeat the query of unavailable ones. Raises `LenderRefusedError`."""
         ...
 
     async def join(self, engine: Handle) -> Lent:
-        """Borrow the engine of a link that was spawned for an agent. Raises `LenderRefusedError`, `WorkerLostError`,
-        `WorkerFailedError` or `TimeoutError`."""
+        """Borrow the engine of an agent, by the link that was spawned for it. Raises `LenderRefusedError`,
+        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         ...
 
     def begin(self, published: RunWeights) -> None:
@@ -142,26 +142,28 @@ class AgentLauncher(WorkerLauncher, Protocol):
         ...
 
     def publish(self, order: LoadWeights) -> None:
-        """Set the run's later weights, which agents are to follow."""
+        """Set the run's later weights, which agents follow."""
         ...
 
 
 class LocalLauncher:
     """See `WorkerLauncher` for its verbs. All slots are on this machine, and their workers share memory."""
 
-    def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = ()) -> None:
-        """`devices` are those of the slots; none: all are CPU slots."""
-        self._fork_server, self._devices = fork_server, devices
+    def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()) -> None:
+        """`devices` are those of the slots; none: all are CPU slots, each at its place, by default its number."""
+        self._fork_server, self._devices, self._places = fork_server, devices, places
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name(bool(devices))
         self.slots_changed: Callable[[], None] = lambda: None  # never called
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, logs: Path, devices: Sequence[SlotDevice] = ()) -> AsyncIterator[LocalLauncher]:
+    async def open(
+        cls, logs: Path, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()
+    ) -> AsyncIterator[LocalLauncher]:
         """A launcher that is starting; closed on the way out."""
         logs.mkdir(parents=True, exist_ok=True)
-        launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices)
+        launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices, places)
         try:
             yield launcher
         finally:
@@ -194,7 +196,7 @@ class LocalLauncher:
             ours.close()
             raise
         channel = await ControllerChannel.open(ours)
-        core = self._cores[slot % len(self._cores)]
+        core = self._cores[(self._places[slot] if self._places else slot) % len(self._cores)]
         return WorkerLink(name, pid, channel, self._cores, core, device=device)
 
     def kill(self, link: WorkerLink) -> None:

@@ -1,9 +1,9 @@
 """One node of a cluster: the memory that its workers share, the fork server that forks them, and how they report to the
 controller.
 
-Invariant: whatever was started here is gone when the process in which this lives is. Its verbs are called from the
-controller's machine, so they take and return plain values. At the controller a connection becomes a worker's channel
-only if it begins with a token that is expected, and each is expected once; any other is closed, unanswered.
+Invariant: all processes started here are gone when this process is. Verbs are called from the controller's machine, so
+they take and return plain values. At the controller a connection becomes a worker's channel only if it begins with an
+expected token, and each token is valid once. Any other connection is closed without an answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ClusterNode:
         self._fork_server: ForkServer | None = None
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        """Get ready to fork. `marks` are files that must be here, with what is in them: the controller wrote them on
+        """Get ready to fork. `marks` are files that must exist here, with their contents: the controller wrote them on
         its machine. Raises `LaunchError`."""
         for path, text in marks.items():
             if not Path(path).is_file() or Path(path).read_text() != text:
@@ -67,8 +67,8 @@ class ClusterNode:
         return NodeFacts(self._host, cores, *facts, self._devices)
 
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
-        """Fork a worker that connects to the controller, which knows it by the token. Returns its process id. Raises
-        `ForkError`, `LaunchError`, `OSError`."""
+        """Fork a worker that connects to the controller and identifies itself by the token. Returns its process id.
+        Raises `ForkError`, `LaunchError`, `OSError`."""
         connection = await asyncio.to_thread(_connect, controller, token)
         environment = SlotDevice("cuda", (self._devices[slot],)).environment if self._devices else {}
         return await self._started.fork(name, connection, environment)
@@ -81,13 +81,12 @@ class ClusterNode:
         await self._started.gone(pid)
 
     async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Vector:
-        """The weights that lie here, or what changed in them since `base`. Raises `WeightUpdateError` where either is
-        not here."""
+        """The weights stored here, or their changes since `base`. Raises `WeightUpdateError` if either is not here."""
         weights = WeightBuffer(self._started.weights, size)
         return await asyncio.to_thread(_read, weights, order, base)
 
     async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Vector) -> None:
-        """Store weights here; `content` is what `read` gave. Raises `WeightUpdateError` where they did not arrive
+        """Store weights here; `content` is the result of `read`. Raises `WeightUpdateError` if they did not arrive
         whole, or `base` is not here."""
         weights = WeightBuffer(self._started.weights, size)
         await asyncio.to_thread(_write, weights, order, base, content)
@@ -129,7 +128,7 @@ class NodeLostError(ConnectionError):
 
 
 class RemoteNode(Protocol):
-    """A `ClusterNode` elsewhere; its verbs are described there."""
+    """A `ClusterNode` on another machine, with the same verbs."""
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts: ...
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int: ...
@@ -144,7 +143,7 @@ class RemoteNode(Protocol):
     async def ended(self) -> str: ...
 
     def close(self) -> None:
-        """End it with all that it started; no error where it is gone."""
+        """End the node and all that it started; no error if it is gone."""
         ...
 
 
@@ -181,8 +180,8 @@ class Reception:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[bytes, asyncio.Future[ControllerChannel]]]:
-        """A token for one worker, and its channel when it connects; afterwards the token is not valid. The channel is
-        the caller's, unless this is left by an error: then it is closed, and a worker at its other end ends."""
+        """A token for one worker, and its channel when it connects; afterwards the token is invalid. The channel is the
+        caller's. If the context ends with an error, the channel is closed, which ends a worker at its other end."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         arrival: asyncio.Future[ControllerChannel] = asyncio.get_running_loop().create_future()
         self._expected[token] = arrival

@@ -1,6 +1,6 @@
 """Workers on a Ray cluster.
 
-Invariant: every node sees the directories of the run as the controller does, or the run is refused.
+Invariant: every node sees the same directories of the run as the controller, or the run is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ANSWERS = 1000  # pending at an actor at a time: the verbs of a node wait for p
 
 
 class _NodeActor(ClusterNode):
-    """A `ClusterNode` as Ray starts it. Ray says by the environment which accelerators are its own."""
+    """A `ClusterNode` as a Ray actor. Ray names its accelerators in the environment."""
 
     def __init__(self, logs: str, name: str, accelerated: bool) -> None:
         import ray
@@ -43,7 +43,8 @@ class _NodeActor(ClusterNode):
         super().__init__(ray.util.get_node_ip_address(), Path(logs), name, devices)
 
     async def read_apart(self, order: LoadWeights, size: int, base: LoadWeights | None) -> tuple[None, Any]:
-        """Return None once the weights are whole, and the weights: two Ray objects, so that the second is not moved."""
+        """Return None once the weights are whole, and the weights: two Ray objects, so waiting for the first does not
+        move the second."""
         return None, await self.read(order, size, base)
 
 
@@ -131,7 +132,7 @@ class RayNodes:
 
 @dataclass(frozen=True, slots=True)
 class SlotOffer:
-    """A node's resources for slots: accelerators, or where no node has any, cores."""
+    """A node's resources for slots: accelerators, or cores if no node has any."""
 
     node: str
     cpus: float
@@ -139,9 +140,9 @@ class SlotOffer:
 
 
 def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
-    """Place of each slot. A node has one for each accelerator, or for each `share` of a core where no node has any; at
-    most `most`. Nodes without room, or not needed, are left out and the others numbered in order. Raises `LaunchError`
-    where there is too little room."""
+    """Place of each slot. A node has one for each accelerator, or for each `share` of a core if no node has any; at
+    most `most`. Nodes without room and nodes that are not needed are left out, and the others are numbered in order.
+    Raises `LaunchError` if there is too little room."""
     accelerated = any(offer.gpus >= 1 for offer in offers)
     rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]
     rooms = [each if most is None else min(each, most) for each in rooms]
@@ -159,8 +160,8 @@ def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int 
 
 @contextlib.asynccontextmanager
 async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
-    """A launcher that is starting, in the Ray cluster that is configured or in one that is started here for as long;
-    closed on the way out. Raises `LaunchError`, `DiskError`."""
+    """A starting launcher, in the configured Ray cluster or in one started for this context; closed at the end. Raises
+    `LaunchError`, `DiskError`."""
     with _marks((logs, cache_directory())) as marks, _ray(cluster.ray_address, logs):
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -189,8 +190,8 @@ def _amount(count: int, each: float) -> float:
 
 @contextlib.contextmanager
 def _ray(address: str | None, logs: Path) -> Iterator[None]:
-    """Connect to a cluster. One that is started here has this machine's cores, and listens on 127.0.0.1. Ray's output
-    goes to `<logs>/ray.log`: Ray would print it among the results."""
+    """Connect to a cluster. A cluster started here has this machine's cores, and listens on 127.0.0.1. Ray's output
+    goes to `<logs>/ray.log`; otherwise Ray would print it among the results."""
     with contextlib.ExitStack() as stack:
         logs.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))

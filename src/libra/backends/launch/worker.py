@@ -1,11 +1,10 @@
 """Duties of every worker process: it ends with its parent, reports its last error, and keeps to its slot's speed.
 
-A CPU slot is a device of fixed speed on a machine without accelerators. Invariant: over any stretch longer than
-`BURST`, a paced process uses at most `share` of one core, whether its neighbours are idle or busy. Without this an idle
-slot would give its time away and moving it would mean nothing.
-
-Two slots of half a core live on one core. A slot's share is a little less than one half: the rest of the core is for
-the controller and the operating system, so that a busy neighbour takes nothing from a slot.
+A CPU slot is a device of fixed speed on a machine without accelerators. Invariant: over any time longer than `BURST`, a
+paced process uses at most `share` of one core, whether its neighbours are idle or busy. Otherwise an idle slot would
+speed up its neighbours, and moving it would have no effect. Two slots share a core. A slot's share is a little less
+than one half: the rest of the core is for the controller and the operating system, so a busy neighbour does not slow a
+slot down.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def die_with(parent: int) -> None:
 
 
 def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) -> NoReturn:
-    """Serve, send an error if that is how it ends, and end without the clean-up handlers of the parent."""
+    """Serve, report an error if there is one, and end without the clean-up handlers of the parent."""
     status = 0
     try:
         serve()
@@ -53,7 +52,7 @@ def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) 
 
 
 class Pacer:
-    """Call `pace()` between pieces of work (engine iterations, micro-batches); it sleeps what the slot owes."""
+    """Call `pace()` between pieces of work (engine iterations, micro-batches); it sleeps off the excess of the slot."""
 
     def __init__(self, share: float, cores: tuple[int, ...]) -> None:
         if not 0 < share <= len(cores):

@@ -1,7 +1,7 @@
 """Frames on a socket: four bytes of length, then one message in MessagePack, which has NaN and infinity too.
 
-Invariant: a frame is delivered whole or not at all; a peer that went away is `ConnectionError`, a frame that is not a
-known message is `msgspec.ValidationError`.
+Invariant: a frame is delivered whole or not at all; a lost peer raises `ConnectionError`, and an unknown message
+`msgspec.ValidationError`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _message(decoder: msgspec.msgpack.Decoder[Received], body: bytes) -> Receive
 
 
 class _BlockingChannel(Generic[Received]):
-    """An end that waits for what it wants to read."""
+    """An end that waits for its next message."""
 
     _gone: str  # what it means that the other end was closed
     _decoder: msgspec.msgpack.Decoder[Received]
@@ -70,7 +70,7 @@ class _BlockingChannel(Generic[Received]):
         return _message(self._decoder, self._read(_length(self._read(_LENGTH.size))))
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether a message (or the end of the connection) is waiting; None waits for one."""
+        """Whether a message (or the end of the connection) is waiting; `None` waits for one."""
         readable, _, _ = select.select([self._connection], [], [], seconds)
         return bool(readable)
 
@@ -112,7 +112,7 @@ class _AsyncChannel(Generic[Received]):
         self._reader, self._writer = reader, writer
 
     def send(self, message: Message) -> None:
-        """Queue a message. A peer that went away is reported by `receive`."""
+        """Queue a message. `receive` reports a lost peer."""
         self._writer.write(_frame(message))
 
     async def receive(self) -> Received:
@@ -125,7 +125,7 @@ class _AsyncChannel(Generic[Received]):
             raise ConnectionResetError(self._gone) from None  # closed, or killed before it had read everything
 
     def sever(self, why: str) -> None:
-        """Make `receive` fail: the worker went away, though the connection does not show it."""
+        """Make `receive` fail: the worker is lost, though the connection does not show it."""
         self._reader.set_exception(ConnectionResetError(why))
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from libra.backends.transport.messages import DeviceKind, Dtype, Message, Tensor
 
 
 class KVBufferPlace(msgspec.Struct, frozen=True):
-    """Place where KV is handed over: a file that process `pid` holds open, of `frames` blocks of KV."""
+    """Place where KV is transferred: a file that process `pid` holds open, of `frames` blocks of KV."""
 
     pid: int
     descriptor: int  # of that process
@@ -24,7 +24,7 @@ class KVBufferPlace(msgspec.Struct, frozen=True):
 
 
 class DeviceLoan(msgspec.Struct, frozen=True):
-    """A device that another engine serves users on, and the terms on which it is borrowed."""
+    """A device on which another engine serves users, and the terms of borrowing it."""
 
     device: str  # file of its token
     terms: dict[str, Any]  # as lending writes them
@@ -55,10 +55,11 @@ class StartEngine(Message, frozen=True):
     max_num_batched_tokens: int | None = None  # None: vLLM's default
     graphs: bool = False  # capture iterations as CUDA graphs
     asynchronous: bool = False  # schedule an iteration while the one before is computed
+    sleeps: bool = False  # it may be told to give its memory up, see `Sleep`
 
 
 class WeightsPlace(msgspec.Struct, frozen=True):
-    """Place where a run's publications can be followed."""
+    """Address at which a run's publications can be followed."""
 
     host: str
     port: int
@@ -116,7 +117,7 @@ class KVTransfer(msgspec.Struct, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """One turn, or what is left of it. Generation stops at `stop_token` or after `max_tokens`."""
+    """One turn, or the rest of one. Generation stops at `stop_token` or after `max_tokens`."""
 
     id: str
     tokens: list[int]
@@ -130,13 +131,21 @@ class Generate(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """Stop a turn where it is. Its last piece and its end are reported like those of any other."""
+    """Stop a turn now. Its last piece and its end are reported like those of any other."""
 
     id: str
 
 
+class Sleep(Message, frozen=True):
+    """Give up the memory of weights and KV; answered by `Acknowledged`. The engine has no turns to make."""
+
+
+class Wake(Message, frozen=True):
+    """Take the memory again; answered by `Acknowledged`. Weights come before the next turn."""
+
+
 class Save(Message, frozen=True):
-    """Save the KV that is held of this context, whole blocks from its beginning on; answered by `Saved`. Turns go on
+    """Save the available KV of this context, whole blocks from its beginning on; answered by `Saved`. Turns continue
     meanwhile."""
 
     tokens: list[int]
@@ -203,7 +212,7 @@ class NotNow(Message, frozen=True):
 
 
 class Generated(Message, frozen=True):
-    """Tokens that an engine generated since its last report, and its counters since it started. Comes every
+    """Tokens that an engine generated since its last report, and its counters since it started. Sent every
     `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
 
     pieces: list[Piece]  # those of one turn in order
@@ -223,7 +232,7 @@ class Saved(Message, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """The frames of this transfer are not needed any more; `tokens` of the context were taken from them."""
+    """The frames of this transfer are no longer needed; `tokens` of the context were taken from them."""
 
     transfer: int
     tokens: int
@@ -235,13 +244,13 @@ class Loaded(Message, frozen=True):
 
 
 class EngineMeasured(Message, frozen=True):
-    """Mean seconds of one iteration per kind: (sequences, context tokens in all, prefilled tokens, seconds)."""
+    """Mean seconds of one iteration for each kind: (sequences, context tokens in all, prefilled tokens, seconds)."""
 
     iterations: list[tuple[float, float, float, float]]
 
 
 class HandoverMeasured(Message, frozen=True):
-    """(tokens, seconds to save and to fetch them) per context."""
+    """(tokens, seconds to save them, seconds to fetch them) for each context."""
 
     contexts: list[tuple[int, float]]
 
@@ -249,11 +258,13 @@ class HandoverMeasured(Message, frozen=True):
 EngineOrder = (
     StartEngine
     | StartServer
+    | Wake
     | Borrow
     | ExpectWeights
     | Generate
     | Interrupt
     | Save
+    | Sleep
     | LoadWeights
     | MeasureEngine
     | MeasureHandover

@@ -36,7 +36,7 @@ class Stop(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The role is taken. `layout` and `buffer_bytes` are set by trainers."""
+    """The worker has taken its role. Trainers set `layout` and `buffer_bytes`."""
 
     seconds: float
     layout: tuple[Tensor, ...] = ()

@@ -1,7 +1,7 @@
 """Memory that processes of one machine share: weights on their way to the engines, KV from one engine to another.
 
-Invariant: it is an anonymous file, which has no name on disk and vanishes with the last process that holds it. What is
-taken from it is whole and checked, or is not taken.
+Invariant: it is an anonymous file, which has no name on disk and vanishes with the last process that holds it. Readers
+accept only whole and checked data.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,11 @@ CACHE_LINE = 64  # bytes
 
 
 class LayoutError(RuntimeError):
-    """A process shares other memory than is expected of it."""
+    """The shared memory of a process has another layout than expected."""
 
 
 def make_memory(owner: object, name: str, size: int) -> tuple[int, mmap.mmap]:
-    """A descriptor, to which others attach for as long as the owner lives, and the owner's map."""
+    """A descriptor, to which others attach during the owner's life, and the owner's map."""
     descriptor = os.memfd_create(name, 0)
     weakref.finalize(owner, os.close, descriptor)
     os.ftruncate(descriptor, size)
@@ -66,22 +67,41 @@ BUFFERS = 2
 
 
 class WeightUpdateError(RuntimeError):
-    """A weight update arrived damaged. The engine keeps the version it had."""
+    """A weight update arrived damaged. The engine keeps its old version."""
 
 
 _SEALED = 0x11B5EA1ED  # no number that weights of an earlier layout have left there
 _SEAL = np.dtype([("sealed", "<i8"), ("checksum", "<i8")])
 
 
+_CHUNK = 1 << 21  # words that are hashed at once: 16 MiB, and as much for the products
+_MULTIPLIER = 6364136223846793005  # of Knuth's generator (MMIX): modulo 2^64 it goes through all numbers
+
+
 def device_hash(tensor: torch.Tensor) -> int:
-    """A hash of 64 bits of what is in a tensor, computed on its device: equal for equal bits."""
+    """A hash of 64 bits of a tensor, computed on its device: equal for equal bits."""
     import torch
 
     flat = tensor.contiguous().view(-1)
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    width = 8 if flat.nbytes % 8 == 0 else flat.element_size()
-    # An XOR of words of 64 bits where it can be: of narrower ones it would have as few bits.
-    return int(torch.hash_tensor(flat.view(words[width])).view(torch.int64)) & (2**64 - 1)
+    types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = flat.view(types[8 if flat.nbytes % 8 == 0 else flat.element_size()])
+    # Each word by a factor of its place, modulo 2^64. `torch.hash_tensor` is an XOR: the same for words that change
+    # places, and for an even number of words that change alike.
+    factors = _factors(tensor.device)
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in words.split(_CHUNK):
+        found = found * _MULTIPLIER + (chunk * factors[: len(chunk)]).sum()
+    return int(found) & (2**64 - 1)
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern, the same on every device."""
+    import torch
+
+    mixed = torch.arange(1, _CHUNK + 1, device=device) * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
+    return (mixed ^ (mixed >> 32)) | 1
 
 
 def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> tuple[tuple[Tensor, ...], int]:
@@ -119,7 +139,7 @@ class WeightBuffer:
         return buffer
 
     def pin(self) -> None:
-        """Have the GPU of this process copy from and to the buffers directly, without a copy on the way."""
+        """Make the GPU of this process copy from and to the buffers directly, without an intermediate copy."""
         import torch
 
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -130,8 +150,8 @@ class WeightBuffer:
     def write(
         self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor], *, hashed: bool = False
     ) -> int:
-        """Store the weights in the types of the layout, taking one at a time in its order; returns their checksum:
-        CRC-32, or if `hashed` a hash that the weights' device computes, with which the buffer is sealed."""
+        """Store the weights in the types of the layout, one at a time in its order. Returns their checksum: CRC-32, or
+        if `hashed` a hash from the weights' device, which also seals the buffer."""
         seal = self._seals[buffer : buffer + 1]
         seal["sealed"] = 0  # first: what follows may end in the middle
         checksum = 0
@@ -152,7 +172,7 @@ class WeightBuffer:
         yield from self.views(buffer, layout)
 
     def views(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights by name, as views of shared memory that is known to hold them."""
+        """The weights by name, as views of shared memory that is known to be whole."""
         for tensor, place in self._places(buffer, layout):
             yield tensor.name, place
 
@@ -172,8 +192,8 @@ class WeightBuffer:
         return zlib.crc32(self.content(buffer).data)
 
     def verify(self, buffer: int, checksum: int) -> None:
-        """Raises `WeightUpdateError` when the buffer does not hold what the checksum was made of. A sealed buffer was
-        written to its end by a process of this machine: its seal is compared, and not every byte again."""
+        """Raises `WeightUpdateError` if the buffer does not match the checksum. A sealed buffer was written completely
+        by a process of this machine, so its seal is compared instead of every byte."""
         seal = self._seals[buffer]
         found = int(seal["checksum"]) if seal["sealed"] == _SEALED else self.checksum(buffer)
         if found != checksum:
@@ -214,10 +234,9 @@ class Filled:
 
 
 class KVBuffer:
-    """One map of frames for KV blocks, of fixed size, made by the controller. `payload` has a row of bytes for each.
-
-    A frame is taken for the block that was put into it, whole, or for nothing: it says which transfer and which block
-    it holds, under which weights that was computed, and the checksum of its bytes."""
+    """One map of frames for KV blocks, of fixed size, made by the controller. `payload` has a row of bytes for each. A
+    frame names its transfer, its block, the weights under which it was computed, and the checksum of its bytes. Readers
+    accept that whole block, or nothing."""
 
     def __init__(self, memory: mmap.mmap, place: KVBufferPlace) -> None:
         self._headers = np.frombuffer(memory, _HEADER, place.frames)

@@ -1,7 +1,7 @@
 """Messages between the controller and a training replica.
 
 Invariant: no tensor travels here. Weights go through shared memory, gradients through a process group (`elastic.py`),
-and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
+and a joiner reads a core's state from its board (`publication.py`) or over a relay (`relay.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StartTrainer(Message, frozen=True):
 
 
 class MeasureTraining(Message, frozen=True):
-    """Time steps on samples of these lengths, `repeats` times in turn; the state is put back afterwards."""
+    """Time steps on samples of these lengths, `repeats` times in turn; the state is restored afterwards."""
 
     batches: list[list[int]]
     repeats: int
@@ -54,10 +54,10 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Train(Message, frozen=True):
-    """Back-propagate this replica's share of a batch and add the gradients of all replicas up; then await the verdict.
+    """Back-propagate this replica's share of a batch and sum the gradients of all replicas; then await the verdict.
 
-    `sequences` and `tokens` are this replica's part of the loss denominator: they count every trajectory of the batch,
-    also those whose group gave no signal and that are therefore not sent.
+    `sequences` and `tokens` are this replica's part of the loss denominator. They count every trajectory of the batch,
+    also those of groups without a signal, which are not sent.
     """
 
     version: int  # the version that this step makes
@@ -68,14 +68,14 @@ class Train(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """All replicas hold the summed gradient of this version: take the optimiser step."""
+    """All replicas hold the summed gradient of this version: make the optimiser step."""
 
     version: int
     publish_to: int  # buffer index; -1: this replica does not publish
 
 
 class Discard(Message, frozen=True):
-    """The step is not made: forget the gradient that awaits a verdict. The state is what it was before `Train`."""
+    """No step is made: forget the gradient that awaits a verdict. The state is that before `Train`."""
 
 
 # Time to form a membership: all replicas get the order within milliseconds, and one that has not come by then will not
@@ -84,7 +84,7 @@ FORMING_SECONDS = 20.0
 
 
 class HostRendezvous(Message, frozen=True):
-    """Listen where replicas meet to form memberships; answered by `Rendezvous`."""
+    """Listen as the rendezvous of the replicas; answered by `Rendezvous`."""
 
     host: str  # address of this replica's node to listen at
     port: int  # 0: any free one
@@ -92,7 +92,7 @@ class HostRendezvous(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Form the membership of `size` replicas in which this one is number `rank`, while the present one goes on."""
+    """Form the membership of `size` replicas in which this one has number `rank`, while the present one continues."""
 
     generation: int
     rank: int
@@ -104,7 +104,7 @@ class Prepare(Message, frozen=True):
 
 
 class Enter(Message, frozen=True):
-    """Exchange gradients in the prepared membership from now on. A replica that follows a core ceases to."""
+    """Exchange gradients in the prepared membership from now on. A replica that follows a core stops following."""
 
     generation: int
 
@@ -121,7 +121,7 @@ TOKEN_BYTES = 32  # of ASCII
 
 
 class RelayPlace(msgspec.Struct, frozen=True, tag=True):
-    """Place where a replica's state is read from another node: a relay that listens for one reader with the token."""
+    """Address at which another node reads a replica's state: a relay that listens for one reader with the token."""
 
     host: str
     port: int
@@ -129,7 +129,7 @@ class RelayPlace(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serve(Message, frozen=True):
-    """Let the reader that shows this token copy the published state to another node, until it has joined or gone."""
+    """Let the reader with this token copy the published state to another node, until it has joined or left."""
 
     host: str  # address of this replica's node to listen at
     token: str
@@ -137,18 +137,18 @@ class Serve(Message, frozen=True):
 
 
 class Identify(Message, frozen=True):
-    """Say which state this replica holds."""
+    """Report the state that this replica holds."""
 
 
 class Follow(Message, frozen=True):
-    """Take over the state that is published there, and keep up with it until `Enter`; answer when level with it."""
+    """Take over the state published there, and keep up with it until `Enter`; answer when level with it."""
 
     places: list[StatePlace | RelayPlace]  # one for each process of the replica
 
 
 class CatchUp(Message, frozen=True):
-    """Answer when level with state `number` of the core that is followed and ready to enter membership `generation`, or
-    after `seconds`."""
+    """Answer when level with state `number` of the followed core and ready to enter membership `generation`, or after
+    `seconds`."""
 
     number: int
     generation: int
@@ -187,7 +187,7 @@ class Score(Message, frozen=True):
 
 
 class TrainingMeasured(Message, frozen=True):
-    """(tokens, seconds of forward and backward) per batch, and mean seconds of what comes once a step."""
+    """(tokens, seconds of forward and backward) for each batch, and mean seconds of the work once a step."""
 
     batches: list[tuple[int, float]]
     step_seconds: float  # clip, optimiser, hash
@@ -196,8 +196,8 @@ class TrainingMeasured(Message, frozen=True):
 
 
 class TokenSums(msgspec.Struct, frozen=True):
-    """Sums of a share or a part of it: over all tokens that went through the model, and over those that the policy
-    wrote."""
+    """Sums of a share or a part of it: over all tokens that went through the model, and over the policy's own
+    tokens."""
 
     forward_tokens: int = 0
     generated_tokens: int = 0
@@ -235,7 +235,7 @@ class WarmedUp(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """Weights are where engines take them from."""
+    """The weights are ready for the engines."""
 
     version: int
     checksum: int

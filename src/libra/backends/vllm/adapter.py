@@ -1,4 +1,4 @@
-"""Dealings with vLLM that depend on its version and on the device: arguments of an engine, and batches in flight.
+"""Use of vLLM that depends on its version and on the device: arguments of an engine, and batches in flight.
 
 Invariant: an argument follows from the order alone. An engine that schedules ahead is drained before its weights
 change: a token is of the version that its forward pass read.
@@ -13,6 +13,7 @@ from libra.backends.transport.engine_messages import StartEngine
 from libra.cost.engine_memory import BLOCK_TOKENS
 
 Made = TypeVar("Made")
+_FREE = 0.9  # of an engine's share
 
 
 def engine_arguments(start: StartEngine) -> dict[str, Any]:
@@ -35,19 +36,22 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
     }
     if start.max_num_batched_tokens is not None:
         found["max_num_batched_tokens"] = start.max_num_batched_tokens
+    if start.sleeps:
+        found["enable_sleep_mode"] = True
     if start.gpus > 1:
         found["tensor_parallel_size"] = start.gpus
     if start.device == "cuda":
-        # vLLM asks for this share of the card to be free, even where the bytes of its KV are given.
-        found["gpu_memory_utilization"] = start.memory
+        # vLLM asks for this share of the card to be free, even where the bytes of its KV are given, and all of it never
+        # is: contexts, its own included, take some.
+        found["gpu_memory_utilization"] = _FREE * start.memory
         if start.layout and start.loan is None:
             found["load_format"] = "dummy"  # weights come from the trainer before the first turn
     return found
 
 
 def drained(core: Any, step: Callable[[], Made]) -> Iterator[Made]:
-    """Finish the batches that are in flight in vLLM's `EngineCore`, without scheduling more: results of the steps that
-    this takes. Requests stay where they are."""
+    """Finish the batches in flight in vLLM's `EngineCore`, without scheduling more. Returns the results of these steps.
+    Requests stay in their place."""
     if not core.batch_queue:  # None where it does not schedule ahead
         return
     from vllm.v1.core.sched.interface import PauseState

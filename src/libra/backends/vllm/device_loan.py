@@ -1,4 +1,4 @@
-"""The loan of an engine's device, as the engine's worker drives it: the seam at which lending decides when it steps."""
+"""The loan of an engine's device, as used by the engine's worker: through it lending decides when the engine steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class EngineLoan(Protocol):
-    """The loan of one rollout engine, made before the engine."""
+    """The loan of one rollout engine, created before the engine."""
 
     scheduler: type[Any]  # vLLM's scheduler, as the engine needs it
 
@@ -21,7 +21,7 @@ class EngineLoan(Protocol):
         ...
 
     def rest(self) -> float | None:
-        """Note that there are no turns; returns the seconds after which to `settle` all the same. None: no need."""
+        """Note that there are no turns; returns the seconds after which to call `settle` anyway. None: no need."""
         ...
 
     @property
@@ -30,17 +30,17 @@ class EngineLoan(Protocol):
         ...
 
     def settle(self) -> list[str]:
-        """Between two steps: give memory back, or take what there is. Returns the turns that had to be stopped."""
+        """Between two steps: give memory back, or take free memory. Returns the turns that had to be stopped."""
         ...
 
     def step(self) -> list[Sampled] | None:
-        """Make one step if there is a grant; else return None, after a moment."""
+        """Make one step if there is a grant; otherwise return None after a moment."""
         ...
 
     def state(self) -> LoanState:
-        """The loan so far, to be reported."""
+        """The state of the loan, for a report."""
         ...
 
     def trained(self) -> None:
-        """Note that the weights of another training step are here."""
+        """Note that the weights of another training step have arrived."""
         ...

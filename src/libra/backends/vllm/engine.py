@@ -1,8 +1,8 @@
 """One rollout engine: vLLM in this process, stepped by our own loop.
 
-Invariant: between two iterations the engine belongs to us, so a weight update is a plain call there: running turns are
-neither drained nor lost, and a token is of the version that the engine held in the iteration that made it. (vLLM says
-which tokens are of which version only with the end of a turn that it ended itself.)
+Invariant: between two iterations this loop controls the engine, so a weight update is a plain call there. Running turns
+are neither drained nor lost, and a token has the engine's version in the iteration that made it. (vLLM reports the
+versions of tokens only at the end of a turn that it ended itself.)
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class VllmEngine:
         self._untouched.add(request.id)
 
     def interrupt(self, turn: str) -> bool:
-        """Stop a turn between two iterations; all that it generated was in the steps so far. False: it had ended."""
+        """Stop a turn between two iterations; earlier steps have reported all its tokens. False: it had ended."""
         if turn not in self._turns:
             return False
         self._turns.remove(turn)
@@ -114,13 +114,13 @@ class VllmEngine:
         return True
 
     def put_out(self, request: str) -> str:
-        """`interrupt` a turn that is named as the scheduler names requests; returns its own name."""
+        """`interrupt` a turn by the scheduler's name of its request; returns its own name."""
         turn = self._engine.output_processor.request_states[request].external_req_id
         self.interrupt(turn)
         return turn
 
     def step(self) -> list[Sampled]:
-        """Make one iteration; returns the result of each turn that it served."""
+        """Make one iteration; returns the result of each turn in it."""
         sampled = []
         for output in self._engine.step():
             turn, completion = output.request_id, output.outputs[0]
@@ -148,7 +148,7 @@ class VllmEngine:
         self._kv.give(msgspec.structs.replace(order, salt=self._salt(order.salt)))
 
     def handed(self) -> list[Saved | Fetched]:
-        """KV that was saved for others, or that others had saved, since the last call."""
+        """KV saved for others, or fetched from others, since the last call."""
         return self._kv.done() if self._kv is not None else []
 
     def forget(self) -> None:
@@ -164,12 +164,23 @@ class VllmEngine:
         self._engine.collective_rpc("init_weight_transfer_engine", args=(place,))
 
     def drained(self) -> Iterator[list[Sampled]]:
-        """Finish iterations that are in flight: their results are of the version before the next `load`."""
+        """Finish the iterations in flight: their results are of the version before the next `load`."""
         return drained(self._engine.engine_core.engine_core, self.step)
 
+    def sleep(self) -> None:
+        """Give up the memory of weights and KV. No turn may be under way."""
+        if self._turns or self.busy:
+            raise RuntimeError("turns are under way, which would be lost")
+        self._engine.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take the memory again, which holds nothing: `load` comes next."""
+        self._engine.wake_up()
+        self.version = -1
+
     def load(self, order: LoadWeights) -> None:
-        """Take a new version between two iterations, of which none may be in flight. On `WeightUpdateError` the old one
-        stays: the check comes before vLLM's reload, which empties the layers as its first act."""
+        """Load a new version between two iterations, with none in flight. On `WeightUpdateError` the old one stays: the
+        check precedes vLLM's reload, which first empties the layers."""
         if self._engine.engine_core.engine_core.batch_queue:
             raise RuntimeError("an iteration is in flight: its tokens would be of two versions")
         self._buffer.verify(order.buffer, order.checksum)
@@ -181,5 +192,5 @@ class VllmEngine:
             self._kv.version = order.version
 
     def _salt(self, asked: str | None) -> str | None:
-        """The namespace in the prefix cache of a request that asked for this one."""
+        """The namespace in the prefix cache of a request that started under this version."""
         return f"v{self.version}" if asked is None and self._refresh_kv else asked

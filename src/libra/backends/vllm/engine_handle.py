@@ -1,7 +1,7 @@
-"""The controller's view of a rollout engine: turns, KV for other engines, weights, and whether it goes on.
+"""The controller's view of a rollout engine: turns, KV for other engines, weights, and signs of life.
 
-Invariant: what an engine reported of a turn was handed on as it came, and nothing comes after the turn's end. When the
-engine goes away, all its turns fail at once.
+Invariant: reports of a turn are passed on in the order of arrival, and nothing follows the turn's end. When the engine
+is lost, all its turns fail at once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class EngineHandle(Handle):
         on_load: Callable[[EngineHandle, float], None] | None = None,
     ) -> None:
         """`on_recall` is called when its device is recalled, and when it is lent again; None: it is the engine's own.
-        `on_load` is called when it took weights unasked, with the seconds it stood still; None: it has to `load`."""
+        `on_load` is called when the engine loaded weights by itself, with the seconds of the pause; None: it has to
+        `load`."""
         self._on_recall, self._on_load = on_recall, on_load
         self.loan: LoanState | None = None
         self._recalls, self._began = 0, time.monotonic()
@@ -99,10 +100,8 @@ class EngineHandle(Handle):
         return len(self._turns)
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
-        """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they come.
-
-        Raises `WorkerLostError` when the engine goes away first. Then, too, `take` has had all tokens that arrived.
-        """
+        """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they arrive.
+        Raises `WorkerLostError` if the engine is lost first; `take` has then had all tokens that arrived."""
         if self.lost:
             raise WorkerLostError(f"engine {self.name} is gone")
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -119,13 +118,13 @@ class EngineHandle(Handle):
                 self.interrupt(request.id)
 
     def interrupt(self, turn: str) -> None:
-        """Stop a turn where it is; `generate` returns once its last tokens have come."""
+        """Stop a turn now; `generate` returns once its last tokens have arrived."""
         if not self.lost:
             self._channel.send(Interrupt(turn))
 
     @contextmanager
     def expecting(self, tokens: int) -> Iterator[None]:
-        """Count a request of this size, which is on its way to the engine, as one that it holds."""
+        """Count a request of this size, in flight to the engine, as one that it holds."""
         self.load_tokens += tokens
         try:
             yield
@@ -133,20 +132,19 @@ class EngineHandle(Handle):
             self.load_tokens -= tokens
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
-        """Have KV saved for another engine; None when the engine goes away first."""
+        """Have KV saved for another engine; None if the engine is lost first."""
         saved = self._told_of(Saved, order.transfer.number)
         if not self.lost:
             self._channel.send(order)
         return saved
 
     def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
-        """Done when a transfer, which a request that is about to be sent brings, is not needed any more; None when the
-        engine goes away first."""
+        """Done when a transfer, which a coming request uses, is no longer needed; None if the engine is lost first."""
         return self._told_of(Fetched, transfer)
 
     async def vacate(self, deadline: float) -> None:
-        """Stop all turns where they are, and wait until the KV that they want is saved, `deadline` seconds at most. A
-        turn asks for its KV before any other task learns that it left."""
+        """Stop all turns now, and wait until the KV that they need is saved, `deadline` seconds at most. A turn
+        requests its KV before any other task learns that it left."""
         for turn in self._turns:
             self.interrupt(turn)
         ends = time.monotonic() + deadline
@@ -158,7 +156,7 @@ class EngineHandle(Handle):
             await asyncio.wait(waiting, timeout=left)
 
     async def load(self, order: LoadWeights) -> float:
-        """Take new weights between two iterations; returns the seconds the engine stood still for it."""
+        """Take new weights between two iterations; returns the seconds that the engine paused for it."""
         try:
             loaded = await self.ask(order, Loaded, SILENT_LOOKS * LOOK_SECONDS)
         except TimeoutError:
@@ -241,7 +239,7 @@ class EngineHandle(Handle):
             told.set_result(message)
 
     async def _watch(self) -> None:
-        """Declare the engine lost when it has turns to make and does not go on with them."""
+        """Declare the engine lost when it has turns to make and makes no progress."""
         silent = 0
         while silent < SILENT_LOOKS:
             reports, running = self._reports, self.running

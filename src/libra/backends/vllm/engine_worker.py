@@ -20,7 +20,9 @@ from libra.backends.transport.engine_messages import (
     MeasureEngine,
     MeasureHandover,
     Save,
+    Sleep,
     StartEngine,
+    Wake,
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateError
@@ -40,7 +42,7 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
 
 
 class _EngineWorker:
-    """The engine with its channel, its pace and, on a device that is lent, its loan."""
+    """The engine with its channel, its pace and, on a lent device, its loan."""
 
     def __init__(self, channel: WorkerChannel, start: StartEngine, descriptor: int) -> None:
         self._channel, self._descriptor = channel, descriptor
@@ -53,7 +55,7 @@ class _EngineWorker:
         self._busy_seconds, self._report = 0.0, Report(time.monotonic())
 
     def turn(self) -> bool:
-        """The messages that are there, then one iteration. False after `Stop`."""
+        """Handle the waiting messages, then make one iteration. False after `Stop`."""
         channel, engine, lent, report = self._channel, self._engine, self._lent, self._report
         if not engine.busy:
             channel.poll(None if lent is None else lent.rest())
@@ -93,6 +95,14 @@ class _EngineWorker:
                 self._load(message, began)
             case Save():
                 engine.give(message)
+            case Sleep():
+                for sampled in engine.drained():
+                    self._report.iteration(sampled, engine.version)
+                engine.sleep()
+                channel.send(Acknowledged())
+            case Wake():
+                engine.wake()
+                channel.send(Acknowledged())
             case MeasureEngine() | MeasureHandover() if self._lent is not None:
                 raise ValueError("an engine on a device that is lent is not measured: serving would wait for it")
             case MeasureEngine():
@@ -116,7 +126,7 @@ class _EngineWorker:
         self._channel.send(Loaded(message.version, time.monotonic() - began))
 
     def _iterate(self, began: float) -> bool:
-        """One iteration, if there is work. False where nothing was done that takes time."""
+        """Make one iteration if there is work. False if nothing took time."""
         engine, report = self._engine, self._report
         worked = engine.busy
         if engine.generating:
@@ -143,7 +153,7 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
     tokens = 12  # decoded per request
 
     def run(sequences: int, context: int, tag: str) -> tuple[list[float], list[float]]:
-        """Seconds of the iterations until all sequences have a token, and of those after."""
+        """Seconds of the iterations until all sequences have a token, and of those after it."""
         for index in range(sequences):
             prompt = [4 + (index + 7 * position) % 16 for position in range(context)]
             engine.add(Generate(f"{tag}-{index}", prompt, tokens, 1.0, -1, 0, salt=f"{tag}-{index}"))
@@ -173,8 +183,8 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
 
 
 def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -> HandoverMeasured:
-    """Time both sides of a handover, with one engine as both: it saves a context, forgets it, and takes it. The cost of
-    taking is the extra time of the request against one that finds its context in the prefix cache."""
+    """Time both sides of a handover, with one engine as both: it saves a context, forgets it, and fetches it. The cost
+    of fetching is the extra time of the request over one with its context in the prefix cache."""
     numbers = count(order.transfer.number)
 
     def first_token(context: list[int], name: str, transfer: KVTransfer | None = None) -> float:

@@ -1,11 +1,9 @@
-"""vLLM's own extension point for KV from elsewhere, filled with frames in shared memory.
-
-Invariant: KV is named by the hashes of vLLM's prefix cache, which cover all tokens up to the end of a block and the
-salt. So an engine gives only what it would itself reuse for such a request, and takes only what is the same; a block
-that is not there, or damaged, or of newer weights than the engine's, ends what is taken, and the rest is computed.
-
-vLLM makes two of these, one for its scheduler and one for its model. The first knows blocks and requests, and decides;
-the second copies. The engine is stepped in this process, so what was decided is copied when the step returns.
+"""vLLM's own extension point for external KV, filled with frames in shared memory. ¶ Invariant: KV is named by the
+hashes of vLLM's prefix cache, which cover all tokens up to the end of a block and the salt. So an engine gives only KV
+that it would itself reuse for such a request, and accepts only the same. A block that is missing, damaged, or of newer
+weights than the engine's ends the transfer, and the rest is computed. ¶ vLLM makes two of these, one for its scheduler
+and one for its model. The first knows blocks and requests, and decides; the second copies. The engine steps in this
+process, so the copies are done when the step returns.
 """
 
 from __future__ import annotations
@@ -55,13 +53,13 @@ def transfer_config(place: KVBufferPlace) -> KVTransferConfig:
 
 
 def request_arguments(transfer: KVTransfer) -> dict[str, Any]:
-    """`extra_args` of a request whose context begins with what is in the transfer."""
+    """`extra_args` of a request whose context begins with the blocks of the transfer."""
     return {"kv_transfer_params": {_TRANSFER: transfer}}
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One block and its frame; `filled` where it goes into the frame."""
+    """One block and its frame; `filled` if it goes into the frame."""
 
     block: int
     frame: int
@@ -78,7 +76,7 @@ class Copies(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Giving:
-    """Blocks on their way out. They are referenced, so that the pool gives none of them to another request."""
+    """Outgoing blocks. They are referenced, so the pool gives none of them to another request."""
 
     transfer: int
     blocks: list[KVCacheBlock]
@@ -87,7 +85,7 @@ class _Giving:
 
 @dataclass(slots=True)
 class _Taking:
-    """A transfer for a request that waits. `sound`: its leading frames that hold what they should; None: not looked."""
+    """A transfer for a waiting request. `sound`: its leading frames with the expected content; None: not checked."""
 
     transfer: KVTransfer
     first: int = 0  # block that the engine does not have itself
@@ -118,11 +116,11 @@ class FrameConnector(KVConnectorBase_V1):
 
     @property
     def giving(self) -> bool:
-        """Whether steps are needed to save what was ordered."""
+        """Whether steps are needed to save ordered KV."""
         return bool(self._givings)
 
     def give(self, order: Save) -> None:
-        """Save what the prefix cache has of a context, a few blocks in each of the next steps."""
+        """Save the cached prefix of a context, a few blocks in each of the next steps."""
         frames = iter(order.transfer.frames)
         blocks: list[KVCacheBlock] = []
         copies: deque[Copy] = deque()
@@ -136,7 +134,7 @@ class FrameConnector(KVConnectorBase_V1):
         self._givings.append(_Giving(order.transfer.number, blocks, copies))
 
     def done(self) -> list[Saved | Fetched]:
-        """Messages since the last call: what was saved, and which frames are not needed any more."""
+        """Messages since the last call: saved KV, and frames that are no longer needed."""
         while self._givings and not self._givings[0].copies:
             given = self._givings.popleft()
             self._pool.free_blocks(reversed(given.blocks))
@@ -196,7 +194,7 @@ class FrameConnector(KVConnectorBase_V1):
         return self.giving
 
     def _sound(self, transfer: KVTransfer, names: Sequence[bytes]) -> int:
-        """Number of leading frames that hold what they should."""
+        """Number of leading frames with the expected content."""
         count = 0
         for name, frame in zip(names, transfer.frames, strict=False):
             if not self._frames.holds(frame, Filled(transfer.number, self.version, name)):
@@ -232,10 +230,10 @@ class FrameConnector(KVConnectorBase_V1):
             self._frames.seal(copy.frame, copy.filled)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: all layers are there before the forward pass."""
+        """Do nothing: all layers are present before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: blocks are saved when they are asked for."""
+        """Do nothing: blocks are saved on request."""
 
     def _copies(self) -> Copies:
         return self._get_connector_metadata()

@@ -1,7 +1,6 @@
-"""A context that changes engines: its KV is handed over where that is cheaper than computing it again.
-
-Invariant: whatever fails on the way, the context is computed again and the turn goes on; no turn waits longer than
-`SAVE_SECONDS` for KV. Every context that changed engines is reported, with the way that was chosen, and why.
+"""A context that changes engines: its KV is handed over where that is cheaper than recomputing it. ¶ Invariant:
+whatever fails, the context is recomputed and the turn continues; no turn waits longer than `SAVE_SECONDS` for KV. Every
+context that changed engines is reported, with the chosen way and the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class KVLeases:
         return len(self._free)
 
     def lease(self, blocks: int) -> KVTransfer | None:
-        """A transfer of this many frames, those last in use first; None where fewer are free."""
+        """A transfer of this many frames, those last in use first; None if fewer are free."""
         if blocks > self.free:
             return None
         self._transfers += 1
@@ -46,7 +45,7 @@ class KVLeases:
         self._free += reversed(transfer.frames)
 
     def release_after(self, process: int, transfer: KVTransfer) -> None:
-        """Give the frames of a transfer back once the process that was to fill them is gone."""
+        """Give the frames of a transfer back once the process that should fill them is gone."""
         self._written_by.append((process, transfer))
 
     def _reclaim(self) -> None:
@@ -65,8 +64,8 @@ SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not wait
 
 @dataclass(slots=True)
 class ContextMove:
-    """The move of a context to another engine. `seconds` are those from the request for its KV until the other engine
-    took it: only this turn waits, others go on meanwhile."""
+    """The move of a context to another engine. `seconds` is the time from the request for its KV to its arrival: only
+    this turn waits, others continue."""
 
     context: int  # tokens that the engine before held of it
     handed_tokens: int = 0  # taken from there; all others are computed again
@@ -95,7 +94,7 @@ class ContextMoves:
 
 
 class KVHandover:
-    """Hands KV over. `kv_bytes` are those of a token; `tokens` the most that lie in memory between two engines."""
+    """Hands KV over. `kv_bytes` are those of a token; `tokens` the most in memory between two engines."""
 
     def __init__(self, kv_bytes: int, tokens: int) -> None:
         frames = -(-tokens // BLOCK_TOKENS)
@@ -104,24 +103,24 @@ class KVHandover:
         self._profile: DeviceProfile | None = None
 
     def place(self, engine: Engine) -> KVBufferPlace | None:
-        """The place where an engine finds the memory; None where it does not: it runs on another node, or saves
-        nothing, as its device is lent for steps that generate."""
+        """The place where an engine finds the memory. None for an engine on another node, and for one that saves
+        nothing because its device is lent for steps that generate."""
         return self.memory.place if engine.link.node == _NODE and not engine.lent else None
 
     def price_by(self, profile: DeviceProfile) -> None:
-        """Decide by these costs from now on; before that everything is computed again."""
+        """Decide by these costs from now on; before that everything is recomputed."""
         self._profile = profile
 
     def may_pay(self, tokens: int) -> bool:
-        """Whether a context of at most this many tokens may be handed over. What pays for one pays for all
-        that are longer; while costs are not known it may."""
+        """Whether a context of at most this many tokens may be handed over. If it pays for one length, it pays for
+        longer ones. While costs are unknown it may."""
         return self._profile is None or handover_pays(self._profile, tokens)
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: Engine, target: Engine
     ) -> tuple[KVTransfer | None, ContextMove]:
-        """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
-        returns. The returned move is complete when that request has its first token."""
+        """Have `source` save its KV of a context, for a request that is sent to `target` as soon as this returns. The
+        returned move is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
         change = ContextMove(len(tokens))
         transfer = self._lease(blocks, source, target, change)
@@ -156,7 +155,7 @@ class KVHandover:
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
     def _lease(self, blocks: int, source: Engine, target: Engine, change: ContextMove) -> KVTransfer | None:
-        """Lease frames for a context that is to be handed over; None where it is not, with the reason in `change`."""
+        """Lease frames for a context; None if it is not handed over, with the reason in `change`."""
         if source.lost:
             change.why = "the engine was gone"
         elif self.place(source) is None or self.place(target) is None:
@@ -172,7 +171,7 @@ class KVHandover:
         return None
 
     def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: Engine) -> None:
-        """Release a transfer that is not wanted any more, once its writer has answered or is lost."""
+        """Release an unwanted transfer once its writer has answered or is lost."""
         if saved.result() is None:
             self.leases.release_after(source.link.pid, transfer)
         else:

@@ -1,7 +1,7 @@
 """The reports of an engine: tokens since the last one, counters since the start.
 
-Invariant: each token is reported once, in the order in which its turn got it and under the weight version that it was
-sampled with; a turn's end is reported with its last token or after it.
+Invariant: each token is reported once, in the order of its turn and under the weight version that sampled it; a turn's
+end is reported with its last token or after it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Report:
         self._ended.append(turn)
 
     def due(self, now: float) -> bool:
-        """Whether to report now: the end of a turn at once, tokens and counters when there are some and it is time.
-        Iterations are reported even if they made no token: a silent engine is taken for lost."""
+        """Whether to report now: the end of a turn at once, tokens and counters when there are some and the interval
+        has passed. Iterations are reported even without tokens: a silent engine counts as lost."""
         if self._ended:
             return True
         return self._iterations > self._told_iterations and now - self._told_at >= REPORT_SECONDS
 
     def silent(self, now: float) -> bool:
-        """Whether it is time to show that the engine is there, though it has nothing to report."""
+        """Whether to send a sign of life, though there is nothing to report."""
         return now - self._told_at >= SILENT_SECONDS
 
     def take(self, now: float, busy_seconds: float, loan: LoanState | None = None) -> Generated:

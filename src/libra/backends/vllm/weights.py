@@ -1,7 +1,7 @@
 """vLLM's own extension point for weight updates, filled with our shared-memory buffers.
 
-Invariant: what is sent to a worker of vLLM is plain numbers, so that each process of an engine on several GPUs finds
-the buffers by itself. Weights are on the device when an update returns.
+Invariant: messages to a worker of vLLM are plain numbers, so each process of an engine on several GPUs finds the
+buffers by itself. Weights are on the device when an update returns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -70,6 +71,8 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            _pack_tied_output(self.model)
         if current_platform.is_cuda():
             current_platform.synchronize()
 
@@ -78,12 +81,20 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
 
     @staticmethod
     def trainer_send_weights(*_: object, **__: object) -> None:
-        """Raises: trainers write into the buffers. vLLM 0.26 asks for the method."""
+        """Raises: trainers write into the buffers. vLLM 0.26 requires the method."""
         raise NotImplementedError("weights are published in shared memory")
 
 
+def _pack_tied_output(model: torch.nn.Module) -> None:
+    """Pack an output layer that is tied to the embeddings: on CPU it multiplies by a packed copy, which a reload of the
+    embeddings leaves behind."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and model.config.tie_word_embeddings:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 class KnowsSharedMemory:
-    """Extension of vLLM's worker: a worker in a process of its own imports this, and so knows the transfer."""
+    """Extension of vLLM's worker: a worker in a process of its own imports this, which registers the transfer."""
 
 
 WeightTransferEngineFactory.register_engine(_BACKEND, SharedMemoryTransfer)
@@ -92,5 +103,5 @@ WORKER_EXTENSION = f"{KnowsSharedMemory.__module__}.{KnowsSharedMemory.__qualnam
 
 
 def take_turns(worker: Any, in_turns: TurnTaking) -> None:
-    """Have a worker in this process wrap the weights that it loads."""
+    """Have a worker in this process wrap its weight loading in turns."""
     worker.weight_transfer_engine.in_turns = in_turns

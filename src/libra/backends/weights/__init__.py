@@ -1,1 +1,1 @@
-"""Weights on their way to engines that share no memory with a trainer: exact deltas, mirrors, relays."""
+"""Weights as parts of numbers: exact deltas, and copies between nodes."""

@@ -1,7 +1,6 @@
-"""Weights from one node's memory to another's in one piece: all of them, or what changed since the version before.
-
-Invariant: the way that took less time when it was last used is chosen, both are used again now and then, and either
-leaves the same bytes: so a fast network carries everything, a slow one deltas, without configuration.
+"""Weights from one node's memory to another's in one piece: all of them, or the changes since the version before. ¶
+Invariant: the way whose last use took less time is chosen, the other is tried again at times, and both leave the same
+bytes. So a fast network carries everything, a slow one deltas, without configuration.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LENGTH = struct.Struct("<I")
 
 def difference(base: Vector, new: Vector) -> Vector:
     """Difference from the bytes of one version to those of another: for each chunk a length, then the delta, or all its
-    bytes where they are fewer. All bytes are taken for numbers of 16 bits: exact, and little worse for fp32."""
+    bytes where they are fewer. Bytes are treated as numbers of 16 bits: exact, and little worse for fp32."""
     grid, parts = Grid(len(base), "bfloat16"), list[bytes]()
     for number in range(len(grid)):
         fresh = grid.numbers(new, number)
@@ -35,7 +34,7 @@ def difference(base: Vector, new: Vector) -> Vector:
 
 
 def add_difference(difference: Vector, base: Vector, into: Vector) -> None:
-    """Write the other version. Raises `WeightUpdateError` where the difference does not fit, with `into` undefined."""
+    """Write the other version. Raises `WeightUpdateError` if the difference does not fit, with `into` undefined."""
     grid, rest = Grid(len(base), "bfloat16"), difference.data.cast("B")
     try:
         for number in range(len(grid)):
@@ -53,14 +52,14 @@ def add_difference(difference: Vector, base: Vector, into: Vector) -> None:
 
 
 class CopyChoice:
-    """Choice of the way that weights go next, by the times that both ways took."""
+    """Choice of the way of the next copy, by the times of both ways."""
 
     def __init__(self) -> None:
         self._seconds: dict[Way, float] = {}
         self._copies = 0  # since both were known, or the slower was last done
 
     def next(self) -> Way:
-        """The way to a node that has the version before. Nodes that have nothing get everything in any case."""
+        """The way to a node that has the version before. Nodes without any version get everything."""
         if len(self._seconds) < 2:
             return "delta" if "everything" in self._seconds else "everything"
         slower, faster = sorted(self._seconds, key=lambda way: self._seconds[way], reverse=True)

@@ -1,14 +1,14 @@
-"""Deltas: the changes of a stretch of weights from one version to the next, exactly, in few bytes.
+"""Deltas: the exact changes of a range of weights from one version to the next, in few bytes.
 
-Invariant: a delta gives the new numbers to the last bit from the old ones it was made of, whatever bits these are (NaN,
--0 and infinity included), and nothing useful from any others; so its receiver compares checksums. What does not decode
-is a `DeltaError`, never a wrong place in memory.
+Invariant: a delta gives the new numbers to the last bit from the old ones that it was made of, whatever their bits
+(NaN, -0 and infinity included). From other numbers it gives garbage, so its receiver compares checksums. Bytes that do
+not decode raise `DeltaError`, and never write to a wrong place in memory.
 
 A step of reinforcement learning is small against a bf16 number's last place: at a learning rate of 1e-6 one number in a
-hundred changes, and mostly to its neighbour. So a delta has the places, as gaps of one byte (255: that many, and the
-next byte goes on), and the number of representable values that each number moved, as an integer that is mostly small
-(zigzag, a plane for each byte). Both are Huffman-coded with runs by zlib: they repeat no strings, and a search for
-repeated strings takes five times as long.
+hundred changes, and mostly to its neighbour. So a delta has the places of changed numbers, as gaps of one byte (255:
+that gap, and the next byte adds to it). It also has the number of representable values that each number moved, as a
+mostly small integer (zigzag, a plane for each byte). zlib Huffman-codes both with runs: they repeat no strings, and a
+search for repeated strings takes five times as long.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def apply(delta: bytes | memoryview, base: Numbers, into: Numbers) -> None:
 
 
 def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.signedinteger]]:
-    """Places in rising order, and how far each number moves."""
+    """Places in rising order, and the distance that each number moves."""
     if data.nbytes < _HEAD.size:
         raise DeltaError(f"{data.nbytes} bytes are no delta")
     count, length = _HEAD.unpack_from(data)
@@ -96,7 +96,7 @@ def _gaps(changed: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
 
 
 def _places(gaps: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.int32]:
-    """The inverse of `_gaps`. A byte that ends a gap also counts the number that changed."""
+    """The inverse of `_gaps`. A byte that ends a gap also counts the changed number."""
     if len(gaps) == count:  # none is longer than a byte
         steps = np.cumsum(gaps, dtype=np.int32)
         steps += np.arange(count, dtype=np.int32)

@@ -1,6 +1,5 @@
-"""Weights as numbered chunks of flat checkpoint coordinates: a chunk is the unit that is sent, checked and asked for.
-
-Invariant: chunks are disjoint, in order, and cover the weights; a number never lies in two. All nodes that exchange the
+"""Weights as numbered chunks of flat checkpoint coordinates: a chunk is the unit that is sent, checked and requested. ¶
+Invariant: chunks are disjoint, in order, and cover the weights; a number is never in two. All nodes that exchange the
 same weights have the same grid, or are refused.
 """
 
@@ -36,7 +35,7 @@ class Grid(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, layout: Sequence[Tensor], size: int) -> Grid:
-        """The grid of weights as `make_layout` lays them out. Raises `ValueError` where they are of several types."""
+        """The grid of weights in the layout of `make_layout`. Raises `ValueError` where they are of several types."""
         kinds = sorted({tensor.dtype for tensor in layout})
         if len(kinds) != 1:
             raise ValueError(f"weights of {' and '.join(kinds) or 'no type'}: deltas are of one type")

@@ -1,12 +1,12 @@
 """A fit of an engine's host and of the corrections of its kernels' times to measured iterations.
 
-Invariant: the iterations are those of single batches on a grid, and no workload is among them; every constant is one
-of `HostCost` or `KernelTerms`, none is negative, and a constant that the iterations say little about stays near its
-first guess. The reported held-out error belongs to iterations that the fit did not see.
+Invariant: the iterations are single batches on a grid, without any workload. Every constant is one of `HostCost` or
+`KernelTerms`, and none is negative. A constant that the iterations hardly determine stays near its first guess. The
+reported held-out error belongs to iterations that the fit did not see.
 
 Least squares of relative errors with a Gaussian prior on nine constants (ten with experts). The relative standard
 deviations are `_TRUSTED` for a constant, `_NOISE` for one measurement of an iteration and `_FORM` for the form of the
-price. Whether an iteration waits for its kernels or for their launching is found in alternation with the constants.
+price. The fit alternates between the constants and whether an iteration waits for its kernels or their launches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FOLDS = 10
 
 @dataclass(frozen=True, slots=True)
 class MeasuredIteration:
-    """One iteration, or the mean of several alike. Lengths are tokens."""
+    """One iteration, or the mean of several equal ones. Lengths are tokens."""
 
     decodes: int
     context: int  # sum over those that decode
@@ -68,8 +68,8 @@ def fit_engine(
     experts: bool = False,
 ) -> EngineFit:
     """Fit constants near `host` and `terms` for an engine with CUDA graphs of these `sizes` and the kernel times of
-    `grid`. `source` says what was measured. With `experts` the grid is trusted less, and decodes are fitted, too.
-    Raises ValueError where too little was measured."""
+    `grid`. `source` describes the measurement. With `experts` the grid is trusted less, and decodes are fitted, too.
+    Raises ValueError if there are too few measurements."""
     if len(iterations) < 2 * _FOLDS:
         raise ValueError(f"{len(iterations)} iterations are too few to fit an engine: measure {2 * _FOLDS} or more")
     if terms.linear is None:
@@ -175,7 +175,7 @@ class _Parts:
         return np.column_stack([self.linear, self.longest, self.shared, self.alone])
 
     def off(self, constants: Array) -> Array:
-        """Distances from what was measured, in standard deviations."""
+        """Distances from the measurements, in standard deviations."""
         distances: Array = np.abs(self.seconds_at(constants) / self.measured - 1) / self.deviation
         return distances
 
@@ -188,14 +188,14 @@ class _Parts:
 
 
 def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
-    """The constants by the iterations that are `used`. Launching also starts above and below its first guess, since
+    """The constants, fitted to the `used` iterations. Launch times also start above and below their first guess, since
     one that is shorter than all kernels would never be fitted."""
     found = [_by_turns(parts, before, used, begun) for begun in _BEGINNINGS]
     return min(found, key=lambda constants: _misfit(parts, before, used, constants))
 
 
 def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: float) -> Array:
-    """The constants, found in alternation with what each iteration waits for."""
+    """The constants, found in alternation with the bottleneck of each iteration."""
     constants: Array = before * np.array([1, 1, 1, 1, begun, begun, 1, 1, 1, 1])
     trust = np.ones(len(parts.measured))
     for _ in range(_TURNS):

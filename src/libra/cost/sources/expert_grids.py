@@ -1,8 +1,7 @@
-"""Grids of data-parallel ranks with expert parallelism: from tables where these have the shape, else from a roofline.
-
-Invariant: tables are of the GPU and the shape that is asked for. Their experts are those of vLLM 0.24 where every GPU
-has all tokens and all experts are equally frequent; their exchange is DeepEP among eight GPUs of a node. What they lack
-is modelled, and the source says so.
+"""Grids of data-parallel ranks with expert parallelism: from tables if these have the shape, else from a roofline. ¶
+Invariant: tables are of the requested GPU and shape. Their experts are those of vLLM 0.24, with all tokens on every GPU
+and equally frequent experts; their exchange is DeepEP among eight GPUs of a node. Missing times are modelled, and the
+source says so.
 """
 
 from __future__ import annotations

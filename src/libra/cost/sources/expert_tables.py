@@ -1,6 +1,6 @@
 """Experts and their exchange from the tables of aiconfigurator-core.
 
-Invariant: that of `tables`: what they do not have is an error, never a neighbour's numbers.
+Invariant: as in `tables`, a missing entry is an error, never replaced by a neighbour's numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def expert_tables(
     gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int], quantization: Quantization = AS_STORED
 ) -> tuple[float, ...]:
     """Seconds of one layer's experts on each of `ranks` GPUs that divide them, for `each` number of tokens of every
-    GPU, where all experts get equally many. Raises `NoTablesError`."""
+    GPU, evenly over all experts. Raises `NoTablesError`."""
     operator = _experts(gpu, model, 1, ranks, quantization, "balanced")
     return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
 
@@ -48,9 +48,9 @@ def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantizati
 
 
 def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantization: Quantization) -> Array:
-    """[tokens] seconds of a layer's experts that are equally frequent, beyond those of the tables' power law.
+    """[tokens] seconds of a layer's equally frequent experts, beyond those of the tables' power law.
 
-    "Balanced" tables give experts equal numbers of tokens, so that few tokens touch as many experts as they can. Tokens
+    "Balanced" tables give experts equal numbers of tokens, so a few tokens touch as many experts as possible. Tokens
     that choose independently touch fewer experts: as many as a smaller number of balanced tokens would.
     """
     experts = model.experts
@@ -79,7 +79,7 @@ def _experts(gpu: GPU, model: ModelSpec, tp: int, ep: int, quantization: Quantiz
     experts = model.experts
     assert experts is not None
     if not experts.gated or experts.latent:
-        raise NoTablesError(f"{model.name} has experts that the tables are not sampled for; use a roofline")
+        raise NoTablesError(f"{model.name} has experts that the tables are not sampled for")
     shape = (model.hidden, experts.intermediate, experts.active, experts.count, tp, ep)
     mode = MoEQuantMode[table_modes(gpu, quantization, model).get("moe_quant_mode", "bfloat16")]
     return MoE("experts", 1.0, *shape, mode, routing, 1)
@@ -126,8 +126,7 @@ def _operator(gpu: GPU, model: ModelSpec, operator: Any, tokens: int) -> float:
             )
         except PerfDataNotAvailableError as error:
             raise NoTablesError(
-                f"the tables for {gpu.name} lack {operator._name} of {model.name}; use a roofline"
-                f" ({str(error).partition(' at /')[0]})"
+                f"the tables for {gpu.name} lack {operator._name} of {model.name} ({str(error).partition(' at /')[0]})"
             ) from None
     (_, milliseconds, *_), *_ = told
     return float(milliseconds) / 1e3

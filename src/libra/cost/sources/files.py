@@ -1,7 +1,7 @@
 """Engine profiles, calibrations, fits of engines and measured device profiles as JSON files.
 
-Invariant: what was saved is loaded equal; a file that was changed by hand, or is not exactly what it should be, is
-refused with the field's name.
+Invariant: a saved value is loaded unchanged. A file with a manual change or a wrong field is refused with the field's
+name.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T", EngineProfile, Calibration, DeviceProfile, EngineFit)
 
 
 def save_grid(path: Path, profile: EngineProfile) -> None:
-    """Write the profile and its digest: the file whole, or not at all."""
+    """Write the profile and its digest: the whole file, or nothing."""
     _write(path, _json({"digest": profile.digest, "profile": asdict(profile)}))
 
 
 def load_grid(path: Path) -> EngineProfile:
-    """Read a profile. Raises `ConfigError` naming the file and the field, or that the values are not the digest's."""
+    """Read a profile. Raises `ConfigError` naming the file and the field, or a mismatch of values and digest."""
     remedy = "make the profile again"
     content = _read(path, remedy)
     if not isinstance(content, dict) or set(content) != {"digest", "profile"}:
@@ -42,7 +42,7 @@ def load_grid(path: Path) -> EngineProfile:
 
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
-    """Write the file whole, or not at all."""
+    """Write the whole file, or nothing."""
     _write(path, _json(asdict(calibration)))
 
 
@@ -53,23 +53,23 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def save_fit(path: Path, fit: EngineFit) -> None:
-    """Write a host and corrections of kernels: the file whole, or not at all."""
+    """Write a host and corrections of kernels: the whole file, or nothing."""
     _write(path, _json(asdict(fit)))
 
 
 def load_fit(path: Path) -> EngineFit:
-    """Read what `save_fit` wrote. Raises `ConfigError` naming the file and the field."""
+    """Read the file of `save_fit`. Raises `ConfigError` naming the file and the field."""
     remedy = "fit the engine again, or give none or default"
     return _checked(path, EngineFit, _read(path, remedy), remedy)
 
 
 def save_profile(path: Path, profile: DeviceProfile) -> None:
-    """Write what a run measured: the file whole, or not at all."""
+    """Write a run's measurements: the whole file, or nothing."""
     _write(path, TypeAdapter(DeviceProfile).dump_json(profile, indent=1) + b"\n")
 
 
 def load_profile(path: Path) -> DeviceProfile:
-    """Read what a run measured. Raises `ConfigError` naming the file and the field."""
+    """Read a run's measurements. Raises `ConfigError` naming the file and the field."""
     remedy = "give a profile.json that a run has written"
     return _checked(path, DeviceProfile, _read(path, remedy), remedy)
 

@@ -35,8 +35,8 @@ PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: a link that is no
 def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) -> Array:
     """Ring all-reduce of `size` bytes: a GPU moves 2 * (tp - 1) / tp of them (Patarasuk and Yuan 2009); 0 at tp 1.
 
-    Over PCIe more than two GPUs meet at the CPUs: on L40S their bus bandwidth is 3.7 GB/s for four and 1.9 for eight
-    where two have 19 (tables of aiconfigurator-core 0.12), which is 0.8 / tp of it.
+    Over PCIe more than two GPUs communicate through the CPUs. On L40S their bus bandwidth is 3.7 GB/s for four and 1.9
+    for eight, against 19 for two (tables of aiconfigurator-core 0.12): 0.8 / tp of it.
     """
     moved = 2 * (tp - 1) / tp * np.asarray(size, dtype=float)
     met = 0.8 / tp if tp > 2 and link <= PCIE else 1.0
@@ -47,7 +47,7 @@ def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) ->
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A kind of weights: bytes of one, and the speed of its products over that in bf16."""
+    """A kind of weights: bytes of one weight, and the speed of its products over bf16."""
 
     bytes: float = ACTIVATION_BYTES
     faster: float = 1.0
@@ -95,7 +95,7 @@ class LayerKernels:
         return self._bound(2 * tokens * inputs * outputs / (self.reached.linear_flops * matrix.faster), traffic)
 
     def _grouped(self, tokens: Array, touched: Array, inputs: float, outputs: float) -> Array:
-        """A matrix of each of the experts that are touched."""
+        """A matrix of each touched expert."""
         matrix = self.stored.experts
         traffic = ACTIVATION_BYTES * tokens * (inputs + outputs) + matrix.bytes * touched * inputs * outputs
         return self._bound(2 * tokens * inputs * outputs / (self.reached.expert_flops * matrix.faster), traffic)
@@ -112,7 +112,7 @@ class LayerKernels:
         return self._over_mixers(lambda mixer: self._decode(mixer, tokens, cached))
 
     def prefill_attention(self, tokens: Array, prefix: Array) -> Array:
-        """The mixers of all layers, for `tokens` new tokens of a sequence that has `prefix` before them."""
+        """The mixers of all layers, for `tokens` new tokens of a sequence after `prefix` earlier ones."""
         return self._over_mixers(lambda mixer: self._prefill(mixer, tokens, prefix))
 
     def _over_mixers(self, seconds: Callable[[Mixer], Array]) -> Array:
@@ -193,13 +193,13 @@ class LayerKernels:
 
     @property
     def expert_width(self) -> int:
-        """Width of the tokens that routed experts get."""
+        """Width of the input of routed experts."""
         assert self.model.experts is not None
         return self.model.experts.width(self.model.hidden)
 
     def decode_beside_experts(self, tokens: Array, cached: Array) -> Array:
-        """The layers with experts, without these, and those without an MLP, as in `decode_attention`: the work of an
-        attention rank where FFN ranks have the experts."""
+        """The layers with experts, without the experts, and the layers without an MLP, as in `decode_attention`: the
+        work of an attention rank if FFN ranks have the experts."""
         return self._beside(tokens, lambda mixer: self._decode(mixer, tokens, cached))
 
     def prefill_beside_experts(self, tokens: Array, prefix: Array) -> Array:
@@ -248,7 +248,7 @@ class LayerKernels:
 
     def experts_of(self, tokens: Array, ranks: int) -> Array:
         """The experts of one layer on one of `ranks` GPUs that divide them, as in `_experts`. All ranks together have
-        `tokens` tokens, and routing is taken to be uniform."""
+        `tokens` tokens, and routing is assumed to be uniform."""
         experts = self.model.experts
         assert experts is not None
         touched = experts.count / ranks * (1 - (1 - experts.active / experts.count) ** tokens)
@@ -278,7 +278,7 @@ class LayerKernels:
 
     def _experts(self, tokens: Array) -> Array:
         """Grouped products that read each expert they touch once, between a gather of the tokens by expert and their
-        weighted sum, which every GPU does in full; routing is taken to be uniform."""
+        weighted sum, which every GPU does in full. Routing is assumed to be uniform."""
         experts = self.model.experts
         assert experts is not None
         touched = experts.count * (1 - (1 - experts.active / experts.count) ** tokens)
@@ -295,7 +295,7 @@ class LayerKernels:
 
 
 def _summed(seconds: Iterable[Array]) -> Array:
-    """The sum; at least one is given."""
+    """The sum of one or more terms."""
     every = iter(seconds)
     total = next(every)
     for more in every:

@@ -1,7 +1,7 @@
 """Profiles of engines on each class of nodes: from tables, a calibration, or the GPU's roofline.
 
 Invariant: a profile from tables is kept in a cache file and read from there, with the same numbers; a cache that cannot
-be read is made anew. A roofline exists where nothing better does, and every profile names its source.
+be read is made again. A roofline is the last resort, and every profile names its source.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _stages(
             return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, quantization=quantization)
         except NoTablesError as error:
             if source == "tables":
-                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
+                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error.asked}") from None
             note(f"{nodes.name}: times of attention and FFN are the roofline's: {error}")
     calibration = calibration_of(nodes, source, note)
     return stage_roofline(
@@ -124,13 +124,13 @@ def _profile(
             return _tables(nodes, model, recipe)
         except NoTablesError as error:
             if source == "tables":
-                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
+                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error.asked}") from None
             note(f"{nodes.name}: engine times are the roofline's: {error}")
     return node_roofline(nodes, model, recipe, calibration_of(nodes, source, note))
 
 
 def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -> Calibration | None:
-    """The calibration of these nodes' GPU where `source` is a file, otherwise None. Raises `ConfigError`."""
+    """The calibration of these nodes' GPU if `source` is a file, otherwise None. Raises `ConfigError`."""
     if source in ("auto", "tables", "roofline"):
         return None
     try:
@@ -143,8 +143,8 @@ def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -
 
 
 def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
-    """Raise `ConfigError` unless the calibration is of the nodes' GPU: by name (`NVIDIA A100-SXM4-40GB` is A100-40GB),
-    or where neither is a name that Libra knows, by a rate that the GPU's data sheet allows."""
+    """Raise `ConfigError` unless the calibration is of the nodes' GPU, by name (`NVIDIA A100-SXM4-40GB` is A100-40GB).
+    If Libra knows neither name, a rate must be one that the GPU's data sheet allows."""
     gpu = nodes.gpu
 
     def named(name: str) -> bool:
@@ -166,7 +166,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     quantization = rollout_quantization(recipe)
     degrees = engine_degrees(model, nodes, recipe)
     if degrees and degrees[-1] > nodes.gpus:
-        raise NoTablesError(f"no node holds {model.name}, and kernel tables end at a node; use a roofline")
+        raise NoTablesError(f"no node holds {model.name}, and kernel tables end at a node")
     try:
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
@@ -197,7 +197,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
 
 @cache
 def _code() -> str:
-    """A digest of the code that makes grids from tables, so that grids of other versions are not used."""
+    """A digest of the code that makes grids from tables, so that a cache of another version is not used."""
     makers = (aiconfigurator, gpus, transfer, grid, lines, rates, roofline)
     return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 
@@ -205,7 +205,7 @@ def _code() -> str:
 def _known_degrees(
     nodes: NodeClass, model: ModelSpec, quantization: Quantization, degrees: Sequence[int]
 ) -> EngineProfile:
-    """The degrees that the tables have kernels for; raises the last `NoTablesError` where there are none."""
+    """The degrees for which the tables have kernels; raises the last `NoTablesError` if there are none."""
     known: list[EngineProfile] = []
     missing: NoTablesError | None = None
     for tp in degrees:

@@ -1,13 +1,10 @@
 """Shares of its data sheet that a GPU delivers: in kernels of an engine (the roofline's constants), and in training.
 
-Invariant: every set of rates names its source. Some GPUs were measured; the others are taken to deliver the same shares
-of their data sheets, and their rates say so. A calibration replaces the rates that it measured, and no others.
-
-What was measured is in the record of each GPU, `libra.hardware.gpus`.
-
-Training rates are achieved over whole layers, from published runs: `linear` is the most that devices of the kind were
-measured to reach over whole steps, and nothing else is faster, so no price made of these rates can beat what was
-measured.
+Invariant: every set of rates names its source. Some GPUs were measured; the others are assumed to deliver the same
+shares of their data sheets, and their rates say so. A calibration replaces the rates that it measured, and no others.
+The measurements are in the record of each GPU, `libra.hardware.gpus`. Training rates are achieved over whole layers,
+from published runs: `linear` is the highest measured rate of such devices over whole steps, and nothing else is faster,
+so no price from these rates beats a measurement.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class Calibration:
 
 
 def rates(gpu: GPU, calibration: Calibration | None = None) -> Rates:
-    """Rates that kernels reach on a GPU, by its record, or as measured where there is a calibration."""
+    """Rates that kernels reach on a GPU, by its record, or by a calibration if there is one."""
     record = record_of(gpu)
     kernels = {it.name: getattr(record.kernels, it.name) for it in fields(KernelRates)}
     known = Rates(**kernels, link_share=record.bus)
@@ -99,6 +96,8 @@ class TrainingRates:
     experts: float  # FLOP/s of grouped expert layers
     bandwidth: float  # bytes/s of device memory
     source: str
+    head: float | None = None  # FLOP/s of the language-model head, where it is not in the type of the layers
+    casts: float = 0.0  # bytes moved for each number that is cast before a product of experts; `linear` has its casts
     passes: float = 0.0  # over a layer's activations in its forward, besides its products; 0: `linear` has them
     # Rates of fused kernels, which do the same with fewer passes: layers and head take at least as long as by them.
     fused: TrainingRates | None = None
@@ -116,9 +115,13 @@ class TrainingRates:
 # Whole steps of NeMo AutoModel in bf16 on H100 (docs/performance-summary.mdx) give it: seconds of a step = others +
 # FLOPs of routed experts / (share * ceiling). Its gate sends a token to neighbouring experts: little is exchanged.
 # Fitted to Qwen3-30B-A3B on 8 (12,040 tokens/s a GPU) and DeepSeek-V3 on 1,024 (865); DeepSeek-V3 on 256 and Kimi-K2,
-# which were not fitted to, are then -12 % and -2 % (`python -m benchmarks.public`); the sweep showed all four.
+# which were not fitted to, are -10 % and +9 % (`python -m benchmarks.public`); the sweep showed all four.
 _EXPERTS = 0.7
 _EAGER_EXPERTS = 0.4  # assumed: eager modules compute one expert after the other
+# Bytes that one scale a tensor moves for each input of a product (Transformer Engine): 2 read for the largest, 2 read
+# for the cast, one written in each of two orientations. Layers of dense models have it in the published rate; it weighs
+# more where experts are narrow.
+_CAST = 6.0
 _MEMORY = 0.8  # of the data sheet's bandwidth: measured with linear layers, A100 1.6 of 2.04 TB/s; H100 a little more
 
 
@@ -140,22 +143,45 @@ def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fuse
     lowest share of peak that others have. Those of eager execution are shares of the data sheet, measured on an H100.
 
     fp16 is as fast as bf16; fp32 runs on the tensor cores as TF32, at half the FLOP/s on every data sheet since A100's.
+    fp8 is of the products of layers; attention and the head stay in bf16. Raises ValueError where a GPU has no FP8.
     """
     flops = gpu.flops / 2 if dtype == "fp32" else gpu.flops
-    fused = _fused_rates(gpu, flops)
+    fused = _fp8_rates(gpu) if dtype == "fp8" else _fused_rates(gpu, flops)
     return fused if execution == "fused" else _eager_rates(gpu, flops, fused)
 
 
 def _fused_rates(gpu: GPU, flops: float) -> TrainingRates:
     training = record_of(gpu).training
     ceiling, attention = training.ceiling, min(training.attention, training.ceiling)
-    origin = "published training runs" if training.published else "no published run known, the lowest shares of others"
     return TrainingRates(
         linear=ceiling * flops,
         attention=attention * flops,
         experts=_EXPERTS * ceiling * flops,
         bandwidth=_MEMORY * gpu.bandwidth,
-        source=f"{gpu.name}: {origin}, {ceiling:.0%} of {flops:.3g} FLOP/s",
+        source=f"{gpu.name}: {training.origin}, {ceiling:.0%} of {flops:.3g} FLOP/s",
+    )
+
+
+def dtype_refusal(gpu: GPU, dtype: Dtype) -> str | None:
+    """Why a GPU cannot train in a type; None: it can."""
+    if dtype == "fp8" and record_of(gpu).training.fp8 is None:
+        return f"dtype is fp8, in which {gpu.name} does not multiply: set it to bf16, or take another GPU"
+    return None
+
+
+def _fp8_rates(gpu: GPU) -> TrainingRates:
+    record = record_of(gpu)
+    if record.training.fp8 is None:
+        raise ValueError(dtype_refusal(gpu, "fp8"))
+    wide, flops = _fused_rates(gpu, gpu.flops), record.faster["fp8"] * gpu.flops
+    linear = record.training.fp8 * flops
+    return replace(
+        wide,
+        linear=linear,
+        experts=_EXPERTS * linear,
+        head=wide.linear,
+        casts=_CAST,
+        source=f"{gpu.name}: {record.training.origin}, {record.training.fp8:.0%} of {flops:.3g} FLOP/s in FP8",
     )
 
 

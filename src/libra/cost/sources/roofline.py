@@ -1,7 +1,7 @@
 """Engine times of a model on a GPU from its data sheet: grids of iterations, with a roofline for every kernel.
 
-Invariant: an iteration is all layers and the output head. The host is taken to be hidden behind the device (CUDA
-graphs, asynchronous scheduling), as in the tables the rates come from.
+Invariant: an iteration is all layers and the output head. The host is assumed to be hidden behind the device (CUDA
+graphs, asynchronous scheduling), as in the tables behind the rates.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
 
 
 def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[int, ...]:
-    """Tensor-parallel degrees of an engine on these nodes: those inside a node and, where none of them holds a
-    trajectory of `max_length` and the framework can start it, the two smallest that are whole nodes and do."""
+    """Tensor-parallel degrees of an engine on these nodes: those inside a node. If none of them holds a trajectory of
+    `max_length` and the framework can start larger ones, also the two smallest of whole nodes that do."""
     inside, quantization = tensor_degrees(model, nodes), rollout_quantization(recipe)
 
     def holds(tp: int) -> bool:

@@ -34,7 +34,15 @@ from libra.hardware.stored_weights import BF16
 
 
 class NoTablesError(ValueError):
-    """The tables are not installed, or do not have what was asked for; a roofline always does."""
+    """The tables are not installed, or do not have what was asked for; a roofline always does.
+
+    The text is the reason alone: it is an error only where the tables were asked for by name (`asked`).
+    """
+
+    @property
+    def asked(self) -> str:
+        """The reason and the remedy, for somebody who asked for the tables."""
+        return f"{self}: give --profile roofline"
 
 
 def tables(
@@ -143,7 +151,7 @@ def table_system(gpu: GPU) -> TableSystem:
     system = record_of(gpu).tables
     if system is None:
         known = ", ".join(name for name, record in RECORDS.items() if record.tables is not None)
-        raise NoTablesError(f"there are no tables for {gpu.name}, only for {known}; use a roofline")
+        raise NoTablesError(f"there are no tables for {gpu.name}, only for {known}")
     return system
 
 
@@ -163,16 +171,14 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
         from aiconfigurator_core.sdk.engine import EngineHandle
         from aiconfigurator_core.sdk.errors import MissingSystemFlopsError, PerfDataNotAvailableError
     except ModuleNotFoundError:
-        raise NoTablesError(
-            f"aiconfigurator-core is not installed; {install_command('aic')}, or use a roofline"
-        ) from None
+        raise NoTablesError(f"aiconfigurator-core is not installed; {install_command('aic')}") from None
     system = table_system(gpu)
     experts = {} if model.experts is None else {"moe_tp_size": tp}
     modes = table_modes(gpu, quantization, model)
     if modes.get("moe_quant_mode") == "fp8_block" and model.experts and model.experts.intermediate % (tp * _BLOCK):
         raise NoTablesError(
             f"the tables for {gpu.name} have experts of fp8 in blocks of {_BLOCK}, and {model.name} has"
-            f" {model.experts.intermediate} / {tp}: leave tp {tp} out, or use a roofline"
+            f" {model.experts.intermediate} / {tp}: leave tp {tp} out"
         )
     with tempfile.TemporaryDirectory() as folder, quietly():
         (Path(folder) / "config.json").write_text(json.dumps(_configuration(model)), encoding="utf-8")
@@ -181,13 +187,11 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
                 folder, system.name, "vllm", tp_size=tp, backend_version=system.vllm, **experts, **modes, **parallel
             )
         except MissingSystemFlopsError:
-            raise NoTablesError(
-                f"{gpu.name} has no tensor cores for {quantization.name(model)}; use a roofline"
-            ) from None
+            raise NoTablesError(f"{gpu.name} has no tensor cores for {quantization.name(model)}") from None
         except PerfDataNotAvailableError as error:
             raise NoTablesError(
-                f"the tables for {gpu.name} lack kernels of {model.name} at tp {tp}: leave tp {tp} out, or use a"
-                f" roofline ({str(error).partition(' at /')[0]})"
+                f"the tables for {gpu.name} lack kernels of {model.name} at tp {tp}: leave tp {tp} out"
+                f" ({str(error).partition(' at /')[0]})"
             ) from None
 
 
@@ -199,23 +203,21 @@ _BLOCK = 128
 
 
 def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[str, str]:
-    """The quantisation modes to ask the tables for. Raises `NoTablesError` where no GPU has tables of them."""
+    """The quantisation modes of the tables. Raises `NoTablesError` if no GPU has tables of them."""
     stored, modes = quantization.weights(model), {}
     weights, kv = stored.name, quantization.kv_number(model)
     if not stored.whole:
-        raise NoTablesError(f"there are no tables of weights in {stored.described}; use a roofline")
+        raise NoTablesError(f"there are no tables of weights in {stored.described}")
     if stored != BF16:
         if weights not in _WEIGHTS:
-            raise NoTablesError(
-                f"there are no tables of {weights} weights, only of {', '.join(_WEIGHTS)}; use a roofline"
-            )
+            raise NoTablesError(f"there are no tables of {weights} weights, only of {', '.join(_WEIGHTS)}")
         modes["gemm_quant_mode"] = _WEIGHTS[weights]
         if model.experts is not None:
             in_blocks = weights == "fp8" and record_of(gpu).architecture == "hopper"
             modes["moe_quant_mode"] = "fp8_block" if in_blocks else _WEIGHTS[weights]
     if kv != BF16.number:
         if kv.bytes != 1:
-            raise NoTablesError(f"there are no tables of KV in {quantization.kv_cache_dtype}; use a roofline")
+            raise NoTablesError(f"there are no tables of KV in {quantization.kv_cache_dtype}")
         modes["kvcache_quant_mode"] = "fp8"
     return modes
 
@@ -247,15 +249,13 @@ def _rows(seconds: Array) -> tuple[tuple[float, ...], ...]:
 
 
 def _configuration(model: ModelSpec) -> dict[str, object]:
-    """The config.json that describes the model to the tables. Raises `NoTablesError` where it would not."""
+    """The config.json that describes the model to the tables. Raises `NoTablesError` if it cannot."""
     if model.latent:
-        raise NoTablesError(
-            f"{model.name} has latent attention, which the tables have for single models only; use a roofline"
-        )
+        raise NoTablesError(f"{model.name} has latent attention, which the tables have for single models only")
     attention, experts = model.plain_attention, model.experts
     gated = all(kind.dense is None or kind.dense.gated for kind in model.kinds) and (experts is None or experts.gated)
     if attention is None or not gated or (experts is not None and experts.latent):
-        raise NoTablesError(f"{model.name} has layers that the tables are not sampled for; use a roofline")
+        raise NoTablesError(f"{model.name} has layers that the tables are not sampled for")
     common: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": model.layers,
@@ -272,7 +272,7 @@ def _configuration(model: ModelSpec) -> dict[str, object]:
     if experts is None:
         return common
     if model.sparse_layers != model.layers or experts.shared_intermediate:
-        raise NoTablesError(f"{model.name} has dense layers or shared experts besides its experts; use a roofline")
+        raise NoTablesError(f"{model.name} has dense layers or shared experts besides its experts")
     return common | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": experts.count,

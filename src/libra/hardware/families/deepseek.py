@@ -27,7 +27,8 @@ def dense_latent(fields: Fields) -> Stack:
 
 
 def indexed(fields: Fields) -> Stack:
-    """DeepSeek-V3.2 and GLM-5: an indexer chooses the keys, in some layers that of an earlier one (`indexer_types`)."""
+    """DeepSeek-V3.2 and GLM-5: an indexer chooses the keys; some layers use that of an earlier one
+    (`indexer_types`)."""
     layers, topk = layer_count(fields), fields.count("index_topk")
     for field in ("head_dim", "qk_head_dim", "num_experts", "layer_types"):
         fields.value(field)
@@ -79,7 +80,7 @@ _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_co
 
 
 def _ratios(fields: Fields, layers: int) -> list[int] | None:
-    """Ratios by `layer_types`, as Transformers writes them; None where these are not given."""
+    """Ratios by `layer_types`, in Transformers' form; None without these."""
     rates = fields.part("compress_rates")
     types = fields.pattern("layer_types", layers)
     if types is None:
@@ -90,7 +91,8 @@ def _ratios(fields: Fields, layers: int) -> list[int] | None:
 
 
 def _compressed(fields: Fields, ratio: int) -> CompressedAttention:
-    """The attention of layers with this ratio: an indexer chooses among the vectors of small ones (4 in the paper)."""
+    """The attention of layers with this ratio: with a small one (4 in the paper), an indexer chooses among the
+    vectors."""
     if ratio not in (0, 4, 128):
         raise fields.error("compress_ratios", f"{ratio} has no price; known are 0, 4 and 128")
     chooses = ratio == 4
@@ -109,5 +111,5 @@ def _compressed(fields: Fields, ratio: int) -> CompressedAttention:
 
 
 def gated_latent(fields: Fields) -> LatentAttention:
-    """Latent attention of Kimi Linear and K3, perhaps with an output gate."""
+    """Latent attention of Kimi Linear and K3, optionally with an output gate."""
     return latent(fields, gated=fields.flag("mla_use_output_gate"))

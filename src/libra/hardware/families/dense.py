@@ -72,7 +72,7 @@ class Dense:
 
 
 def nemotron_nas(fields: Fields) -> Stack:
-    """Layers whose attention or MLP was left out, replaced or narrowed by a search (`block_configs`)."""
+    """Layers whose attention or MLP was removed, replaced or narrowed by a search (`block_configs`)."""
     layers, hidden, heads = layer_count(fields), fields.count("hidden_size"), fields.count("num_attention_heads")
     dim = head_dim(fields, heads)
     blocks = fields.pattern("block_configs", layers)

@@ -1,6 +1,5 @@
-"""Fields of a configuration, and a record of those that were read.
-
-Invariant: an error opens with the field's path, and a field that may change a shape is either read or named as unread.
+"""Fields of a configuration, and a record of the fields that were read. ¶ Invariant: an error begins with the field's
+path, and a field that may change a shape is either read or named as unread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Fields:
         self._parts: list[Fields] = []
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> None:
-        """Let fields that are absent have these values."""
+        """Set the values of absent fields."""
         self._defaults = {**self._defaults, **defaults}
 
     def value(self, field: str) -> Any:
@@ -51,12 +50,12 @@ class Fields:
         return ValueError(f"{self.path}{field}: {text}")
 
     def first(self, *names: str) -> str:
-        """The first of these names that is given, or the first of all."""
+        """The first of these names that is present, or the first of all."""
         found = [name for name in names if self.given(name)]
         return found[0] if found else names[0]
 
     def count(self, field: str, minimum: int = 1, otherwise: int | None = None) -> int:
-        """A whole number. `otherwise` is its value where the field is not given; None: it is required."""
+        """A whole number. `otherwise` is its value if the field is absent; None: it is required."""
         value = self.value(field)
         if value is None:
             if otherwise is None:
@@ -67,7 +66,7 @@ class Fields:
         return value
 
     def flag(self, field: str, otherwise: bool = False) -> bool:
-        """A truth value; `otherwise` where it is not given."""
+        """A truth value; `otherwise` if it is absent."""
         value = self.value(field)
         if value not in (None, True, False) or type(value) is int:
             raise self.error(field, f"expected true or false (got {shown(value)})")
@@ -88,7 +87,7 @@ class Fields:
         return value
 
     def numbers(self, field: str) -> list[int] | None:
-        """A list of whole numbers; None where it is not given."""
+        """A list of whole numbers; None if it is absent."""
         value = self.value(field)
         if value is None:
             return None
@@ -97,7 +96,7 @@ class Fields:
         return value
 
     def pattern(self, field: str, length: int) -> list[Any] | None:
-        """A list with an entry for each of `length` layers, perhaps of more; None where it is not given."""
+        """A list with an entry for each of `length` layers, possibly of more; None if it is absent."""
         value = self.value(field)
         if value is None:
             return None
@@ -106,7 +105,7 @@ class Fields:
         return list(value)[:length]
 
     def part(self, field: str, whole: bool = True) -> Fields | None:
-        """The object in a field; None where it is not given. Only of a `whole` one, fields that are not read matter."""
+        """The object in a field; None if it is absent. Unread fields matter only in a `whole` one."""
         value = self.value(field)
         if value is None:
             return None
@@ -118,7 +117,7 @@ class Fields:
         return found
 
     def refuse(self, field: str, why: str) -> None:
-        """Raise ValueError if the field is given and neither false, 0 nor empty."""
+        """Raise ValueError if the field is present and neither false, 0 nor empty."""
         if self.value(field):
             raise self.error(field, f"{shown(self.value(field))} has no price: {why}")
 

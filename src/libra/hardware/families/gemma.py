@@ -1,4 +1,6 @@
-"""Gemma 4: windows, wider heads where all keys are seen, experts beside an MLP, and inputs of each layer."""
+"""Gemma 4: windows, wider heads in layers that see all keys, experts in addition to an MLP, and inputs of each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def gemma4(fields: Fields) -> Stack:
 
 
 def _experts(fields: Fields) -> Experts:
-    """Routed experts beside the MLP, which every token takes; the router has a scale for each of its inputs and
+    """Routed experts in addition to the MLP, which every token takes; the router has a scale for each of its inputs and
     outputs."""
     count = fields.count("num_experts")
     return Experts(

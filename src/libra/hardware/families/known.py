@@ -1,7 +1,6 @@
-"""The families that are read: a reader of layers for each `model_type`, and what its class leaves out of files.
-
-A family whose fields mean the same as those of another shares its reader. A new one needs a line here, and a reader
-only where its layers differ.
+"""The known families: a reader of layers for each `model_type`, and the class's values for missing fields. A family
+whose fields mean the same as those of another shares its reader. A new family needs a line here, and a reader only if
+its layers differ.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def olmoe(fields: Fields) -> Stack:
 
 
 def glm4_moe(fields: Fields) -> Stack:
-    """GLM-4.5 to 4.7, dots and others that took over DeepSeek's experts."""
+    """GLM-4.5 to 4.7, dots and others with DeepSeek's experts."""
     mixer = attention(
         fields,
         qkv_bias=fields.flag("attention_bias"),
@@ -110,7 +110,7 @@ def deepseek_layers(fields: Fields, mixers: list[Mixer], **options: Any) -> Stac
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Options of a family whose attention is plain and whose experts have the usual fields; a call reads its layers."""
+    """Options of a family with plain attention and the usual fields of experts; a call reads its layers."""
 
     qkv_bias: bool | str = False  # or the field that says so
     out_bias: str | None = None
@@ -143,7 +143,7 @@ class Sparse:
 
 
 def usual_experts(fields: Fields) -> Experts:
-    """Experts by the names that most families use for their number and width."""
+    """Experts by the usual names of their number and width."""
     width = fields.count(fields.first("moe_intermediate_size", "intermediate_size"))
     each = fields.count("moe_shared_expert_intermediate_size", otherwise=width)
     shared = each * fields.count(fields.first("num_shared_experts", "n_shared_experts"), minimum=0, otherwise=0)

@@ -1,4 +1,4 @@
-"""Families with experts whose layers are unlike those of others: gpt-oss, Llama 4, MiniMax, MiMo and Step."""
+"""Families whose layers with experts differ from others: gpt-oss, Llama 4, MiniMax, MiMo and Step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gpt_oss(fields: Fields) -> Stack:
 
 
 def llama4(fields: Fields) -> Stack:
-    """Chunks but for every fourth layer, and experts in each `interleave_moe_layer_step`-th."""
+    """Chunks except in every fourth layer, and experts in each `interleave_moe_layer_step`-th."""
     layers, bias = layer_count(fields), fields.flag("attention_bias")
     fields.flag("use_qk_norm")  # it has no weights
     experts = Experts(
@@ -117,7 +117,7 @@ def minimax_m3(fields: Fields) -> Stack:
 
 
 def _m3_indexer(fields: Fields, layers: int) -> tuple[Indexer | None, list[Any]]:
-    """The indexer, and whether each layer has one: as published, or as Transformers writes it."""
+    """The indexer, and whether each layer has one: in the published form, or in Transformers'."""
     part = fields.part("sparse_attention_config")
     if part is None:
         types = fields.pattern("layer_types", layers) or ["full_attention"] * layers

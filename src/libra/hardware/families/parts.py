@@ -85,8 +85,8 @@ _WINDOW = ("sliding_attention", "sliding_window", "local", "sliding")
 
 
 def reaches(fields: Fields, layers: int, every: int = 0, window: str = "sliding_window") -> list[Reach]:
-    """Keys that each layer sees, by `layer_types`, or where they are not given, all keys in each `every`-th layer and
-    a window in the others; 0: a window in all of them. Without a window all keys."""
+    """Keys that each layer sees, by `layer_types`. Without these, all keys in each `every`-th layer and a window in the
+    others; 0: a window in all of them. Without a window all keys."""
     width = fields.count(window, minimum=0, otherwise=0)
     windowed = Reach(width) if width else ALL
     types = fields.pattern("layer_types", layers)
@@ -123,7 +123,7 @@ def switched_reaches(fields: Fields, layers: int) -> list[Reach]:
 def with_experts(
     fields: Fields, mixers: list[Mixer], sparse: Callable[[int], bool], experts: Experts | None, **layer: int
 ) -> list[LayerKind]:
-    """Layers of which those that `sparse` accepts have experts, and the others an MLP of `intermediate_size`."""
+    """Layers: those that `sparse` accepts have experts, the others an MLP of `intermediate_size`."""
     found = []
     fields.value("intermediate_size")  # given also where every layer has experts
     for number, mixer in enumerate(mixers):
@@ -170,7 +170,7 @@ def deepseek_sparse(fields: Fields) -> Callable[[int], bool]:
 
 
 def qwen_sparse(fields: Fields) -> Callable[[int], bool]:
-    """Whether a layer has experts: each `decoder_sparse_step`-th, but for those of `mlp_only_layers`."""
+    """Whether a layer has experts: each `decoder_sparse_step`-th, except those of `mlp_only_layers`."""
     layers = layer_count(fields)
     step = fields.count("decoder_sparse_step", otherwise=1)
     dense = fields.value("mlp_only_layers") or []

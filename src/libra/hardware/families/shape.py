@@ -1,8 +1,6 @@
-"""Families that are not known, read by the fields that they have.
-
-Invariant: a configuration of an unknown family is read only where each field that may change its shape is known from
-other families; `model_file` refuses it otherwise. Norms and biases that no field names are left out: they are less than
-a thousandth of the parameters.
+"""Unknown families, read by their fields. ¶ Invariant: a configuration of an unknown family is read only if each field
+that may change its shape is known from other families; otherwise `model_file` refuses it. Norms and biases without a
+field are left out: they are less than a thousandth of the parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_expe
 
 
 def by_shape(fields: Fields) -> Family | None:
-    """A reader for the fields of an unknown family; None where they do not say enough."""
+    """A reader for the fields of an unknown family; None if they do not suffice."""
     if fields.value(fields.first("hidden_act", "hidden_activation")) not in _GATED:
         return None
     return Family(_reader(fields), known=False)

@@ -1,4 +1,4 @@
-"""Parts that a family reads out of a configuration."""
+"""Parts of a model that a family's reader returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A reader of layers, and the values of fields that the family's class has where a file leaves them out."""
+    """A reader of layers, and the values of the family's class for missing fields."""
 
     read: Callable[[Fields], Stack]
     architectures: tuple[str, ...] = ()  # those that predict tokens

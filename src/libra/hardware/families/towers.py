@@ -1,7 +1,5 @@
-"""Parameters of the towers that read pictures, with their projectors to the language model.
-
-Invariant: a tower is counted as Transformers makes it, or not at all, and a note says so. Towers are in memory and are
-never trained here.
+"""Parameters of vision towers, with their projectors to the language model. ¶ Invariant: a tower is counted as in
+Transformers, or not at all, and a note says so. Towers are in memory and are never trained here.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from libra.hardware.families.fields import Fields
 
 
 def tower_parameters(top: Fields, hidden: int, note: Callable[[str], None]) -> int:
-    """Parameters of the tower of a wrapper, whose language model has width `hidden`."""
+    """Parameters of the tower of a wrapper whose language model has width `hidden`."""
     vision = top.part("vision_config", whole=False)
     for field in ("audio_config", "sound_config"):
         if top.value(field):
@@ -31,7 +29,7 @@ def tower_parameters(top: Fields, hidden: int, note: Callable[[str], None]) -> i
 
 
 def _encoder(layers: int, width: int, inner: int, gated: bool = False, bias: bool = True, norm: int = 2) -> int:
-    """Layers of four square projections and an MLP; `norm` is 1 where norms have no bias."""
+    """Layers of four square projections and an MLP; `norm` is 1 if norms have no bias."""
     matrices = 4 * width * width + (3 if gated else 2) * width * inner
     biases = (4 * width + (2 if gated else 1) * inner + width) if bias else 0
     return layers * (matrices + biases + 2 * norm * width)
@@ -176,7 +174,7 @@ def _internvl(top: Fields, vision: Fields, hidden: int) -> int:
 
 
 def _side(vision: Fields, field: str) -> int:
-    """A size that may be given as a pair of equal ones."""
+    """A size that may be a pair of equal ones."""
     value = vision.value(field)
     if isinstance(value, list) and value and all(it == value[0] for it in value) and type(value[0]) is int:
         return max(1, int(value[0]))

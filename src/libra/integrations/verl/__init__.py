@@ -1,7 +1,6 @@
-"""verl 0.9 with Libra's router, and an agent loop that tells it of tools, and a schedule policy.
-
-`VERL_USE_EXTERNAL_MODULES=libra.integrations.verl` has every process of verl import this module, which registers the
-agent loop and the schedule policy; the file of `router_config_path` names the router.
+"""verl 0.9 with Libra's router, an agent loop that reports tool calls to it, and a schedule policy. With
+`VERL_USE_EXTERNAL_MODULES=libra.integrations.verl` every process of verl imports this module, which registers the agent
+loop and the schedule policy. The file of `router_config_path` names the router.
 """
 
 from libra.integrations.verl.router import Router

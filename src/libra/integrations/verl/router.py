@@ -1,7 +1,4 @@
-"""verl's request load balancer, with a policy of Libra that decides.
-
-verl makes it a Ray actor, so it has one call at a time.
-"""
+"""verl's request load balancer, with a policy of Libra. verl makes it a Ray actor, so calls come one at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _Count = Annotated[int, Field(gt=0)]
 
 
 class RouterFile(Section):
-    """The file that `actor_rollout_ref.rollout.router_config_path` names."""
+    """The file named by `actor_rollout_ref.rollout.router_config_path`."""
 
     router_class: str = ""  # by which verl finds the class
     route: str = CMLFQ.NAME  # a policy of the catalogue, or path.py:Class
@@ -40,7 +37,7 @@ class RouterFile(Section):
 
 
 class Router:
-    """verl's protocol `RequestLoadBalancer`, and four calls of an agent loop that tells more: `began`, `answered`,
+    """verl's protocol `RequestLoadBalancer`, and four calls of an agent loop that reports more: `began`, `answered`,
     `returned` and `finished`, or `forget`. A trajectory is a `request_id` of verl."""
 
     def __init__(self, servers: dict[str, Any], yaml_config: dict[str, Any]) -> None:
@@ -64,7 +61,7 @@ class Router:
         return ["request_id"]
 
     def acquire_server(self, request_id: str, prompt_ids: list[int]) -> tuple[str, Any]:
-        """Raises RuntimeError, in the words that verl's client knows, where no server is in service."""
+        """Raises RuntimeError, with the text that verl's client expects, if no server is in service."""
         if not self._handles:
             raise RuntimeError(_EMPTY)
         server = self._router.acquire(request_id, len(prompt_ids))
@@ -101,7 +98,7 @@ class Router:
         return sum(self._router.in_flight.values())
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        """Let every trajectory go anywhere: verl calls it as replicas come and as weights change."""
+        """Let every trajectory go to any server: verl calls this when replicas join and when weights change."""
         self._router.prefixes_lost()
         return {"cleared_entries": len(self._router), "server_loads": self._router.in_flight}
 
@@ -110,11 +107,11 @@ class Router:
         self._router.began(request_id, prompt, task)
 
     def answered(self, request_id: str, prompt_tokens: int, generated: int) -> None:
-        """A whole turn has come, over as many servers as it took."""
+        """A whole turn has arrived, from one server or several."""
         self._router.answered(request_id, prompt_tokens, generated)
 
     def returned(self, request_id: str, tool: str, status: ToolStatus) -> None:
-        """A tool has returned; the next prompt has what it said."""
+        """A tool has returned; the next prompt contains its output."""
         self._router.returned(request_id, tool, status)
 
     def finished(self, request_id: str, reward: float | None, policy_version: int) -> None:
@@ -132,7 +129,7 @@ class Router:
 
 
 def _learned(policy: Policy, log: Path) -> LineFile:
-    """The log, to append to; the policy has learned from it."""
+    """The log, open for appending; the policy has learned from it."""
     file = LineFile(log)
     for trajectory in _kept(log):
         policy.finished(trajectory)

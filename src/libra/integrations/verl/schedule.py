@@ -1,7 +1,7 @@
 """verl's schedule policy `libra`: when the trainer's GPUs, which are also rollout replicas, generate, and for how long.
 
-Invariant: verl moves all hybrid replicas or none, and so does this policy. It decides by rates that it has measured;
-in the first step, before it has any, it does as verl's own policy.
+Invariant: verl moves all hybrid replicas or none, and so does this policy. It decides by measured rates; in the first
+step, without any, it acts like verl's own policy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LOG = logging.getLogger(__name__)
 
 @register_policy("libra")
 class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
-    """`async_training.dynamic_schedule_policy=libra`. Requests are spread over activated replicas as verl's own policy
-    does it."""
+    """`async_training.dynamic_schedule_policy=libra`. Requests are spread over activated replicas as by verl's own
+    policy."""
 
     def __init__(
         self, deactivate_ratio: float = 0.3, only_hybrid: bool = False, clock: Callable[[], float] = time.monotonic
@@ -36,7 +36,7 @@ class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
         self._shared = 0.0  # seconds of this step in which hybrid replicas generated
 
     def deactivate_wait_samples(self, ctx: DynamicScheduleContext) -> int:
-        """Wait for the samples here, since nothing else says how long it took."""
+        """Wait for the samples here, since the duration is not reported elsewhere."""
         expected = None if self._rates is None else self._rates.expected
         ready = super().deactivate_wait_samples(ctx) if expected is None else expected.ready
         self._await_samples(ready)
@@ -72,7 +72,7 @@ class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
         self._rates.observe(seconds, generated, self._shared, waited, switch if self._shared else 0.0)
 
     def _ratio(self) -> float:
-        """Hybrid replicas for each that only generates; infinite where none does."""
+        """Hybrid replicas for each replica that only generates; infinite if none does."""
         rollouter: Any = self._rollouter
         hybrid, alone = ray.get(
             [rollouter.get_all_hybrid_replicas.remote(), rollouter.get_standalone_replicas.remote()]

@@ -1,4 +1,4 @@
-"""verl's tool agent loop, telling Libra's router of prompts, answers, tools and ends.
+"""verl's tool agent loop, which reports prompts, answers, tools and ends to Libra's router.
 
 Invariant: a trajectory that begins is finished or forgotten, whatever its loop raises.
 """

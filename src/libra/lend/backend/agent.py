@@ -1,8 +1,7 @@
-"""The agent of a server: a process that starts the engine that borrows, and gives the lender's word for it.
-
-Invariant: the word is given a few seconds at a time, and only while the server lives and is the one that was certified,
-and the borrower goes on. So a loan ends by itself where this process is killed or stopped. It needs no controller: one
-may come, go and come back, and finds the engine with its weights.
+"""The agent of a server: a process that starts the borrowing engine, and gives the lender's word for it. ¶ Invariant:
+the word is given a few seconds at a time, and only while the certified server lives and the borrower makes progress. So
+a loan ends by itself when this process is killed or stopped. It needs no controller: a controller may come, leave and
+return, and finds the engine with its weights.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LOSSES = 5  # of borrowers that did not use a single grant: it will not work
 
 
 class LoanEndedError(RuntimeError):
-    """A loan that began cannot go on. One line."""
+    """A started loan cannot continue. One line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class LendingAgent:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, lender: LoanOrder, logs: Path, told: Callable[[str], None]) -> AsyncIterator[LendingAgent]:
-        """Raises LendingError where the device must not be lent, LaunchError where no engine can be started."""
+        """Raises LendingError if the device must not be lent, LaunchError if no engine can be started."""
         token = LenderToken(lender.device)
         try:
             server = ServerWatch(lender, token)
@@ -98,7 +97,7 @@ class LendingAgent:
             token.close()
 
     async def run(self, ended: asyncio.Event) -> None:
-        """Keep an engine that borrows until `ended`. Raises LoanEndedError."""
+        """Keep a borrowing engine running until `ended`. Raises LoanEndedError."""
         word = background(self._give_word(), "lender's word")
         over = asyncio.create_task(ended.wait())
         try:
@@ -187,7 +186,7 @@ class LendingAgent:
 
 
 async def _nobody_borrows(device: Path, token: LenderToken) -> None:
-    """Raises LendingError where a process borrows the device without an agent."""
+    """Raises LendingError if a process borrows the device without an agent."""
     until = time.monotonic() + _LEAVES
     while token.borrowed:
         if time.monotonic() > until:
@@ -196,7 +195,7 @@ async def _nobody_borrows(device: Path, token: LenderToken) -> None:
 
 
 def _make_way(listen: Path) -> None:
-    """Remove the socket of an agent that was killed. Raises LendingError where anything else is there."""
+    """Remove the socket of a killed agent. Raises LendingError if the path has anything else."""
     try:
         found = listen.lstat()
         if not stat.S_ISSOCK(found.st_mode):
@@ -218,7 +217,7 @@ def _make_way(listen: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def _listening(engine: AgentEngine, listen: Path) -> AsyncIterator[None]:
-    """Controllers reach the engine at this socket, which is gone afterwards. Raises LendingError."""
+    """Controllers reach the engine at this socket, which is removed afterwards. Raises LendingError."""
     try:
         controllers = await asyncio.start_unix_server(engine.serve, sock=bind_own(listen))
     except OSError as error:

@@ -1,7 +1,7 @@
 """The engine on a lent device, and the run that has it: turns and weights pass through here.
 
 Invariant: a run gets the pieces of its own turns, and the engine makes none of them under weights that this run did not
-publish. Of two runs the first has the engine until it goes; without one nothing is computed.
+publish. Of two runs the first has the engine until it leaves; without a run nothing is computed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INTRODUCTION = 10.0  # seconds in which a new connection has to send its reques
 
 
 class AgentEngine:
-    """The engine that borrows. `changed` is called when it is started, becomes ready, or is gone."""
+    """The borrowing engine. `changed` is called when it is started, becomes ready, or is gone."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AgentEngine:
 
     @property
     def there(self) -> bool:
-        """Whether it has been started, and has not ended."""
+        """Whether it was started, and has not ended."""
         return self._link is not None
 
     @property
@@ -119,7 +119,7 @@ class AgentEngine:
         await self._weights.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection, until it ends or the engine does."""
+        """Serve one connection, until it or the engine ends."""
         channel = AgentChannel(reader, writer)
         try:
             trusted_peer(writer.get_extra_info("socket"))
@@ -145,7 +145,7 @@ class AgentEngine:
     # The engine
 
     def _hangs(self) -> str | None:
-        """Reason why the engine is taken for lost; None: it is not."""
+        """Reason why the engine counts as lost; None: it does not."""
         if self._loaded is not None:
             return f"it took no weights in {_LOADING} s" if self._silent > _LOADING else None
         if self.turns and self._silent > _SILENT:
@@ -176,7 +176,7 @@ class AgentEngine:
             return last if isinstance(error, ConnectionError) else f"it sent what is not a message: {error}"
 
     def _pass_on(self, said: Generated) -> None:
-        """Send the controller what is of its own turns: those of an earlier controller may not have ended yet."""
+        """Send the controller the reports of its own turns: those of an earlier controller may not have ended yet."""
         visit = f"{self._visits}."
         ended = [turn.removeprefix(visit) for turn in said.ended if turn.startswith(visit)]
         pieces = [
@@ -218,7 +218,7 @@ class AgentEngine:
             self._loaded.set_result(said)
 
     def _no_weights(self, why: str) -> None:
-        """Send the run the reason and hang up; it has to come again."""
+        """Send the run the reason and disconnect; it has to connect again."""
         self._told(f"no weights: {why}")
         if self._controller is not None:
             self._controller.send(Failure(why))
@@ -301,7 +301,7 @@ class AgentEngine:
         return True
 
     def _salt(self, asked: str | None) -> str:
-        """The namespace in the prefix cache: KV of one run's weights is of no use to another."""
+        """The namespace in the prefix cache: KV of one run's weights is invalid for another."""
         version = f"v{self._held.version}" if self._refresh_kv and self._held is not None else ""
         return f"{self._sources}{version}.{asked or ''}"
 

@@ -1,7 +1,6 @@
-"""The KV blocks that an engine may use: it has addresses for all blocks, and memory only for those.
-
-Invariant: no request has a block that was taken. vLLM's pool counts it as used and hands it to none, its prefix cache
-does not know it, and it has no pages. Only public methods of `BlockPool` are called, between two steps.
+"""The KV blocks that an engine may use: it has addresses for all blocks, and memory only for its own. ¶ Invariant: no
+request has a taken block. vLLM's pool counts it as used and never allocates it, its prefix cache does not know it, and
+it has no pages. Only public methods of `BlockPool` are called, between two steps.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class BlockQuota:
 
     @property
     def held(self) -> int:
-        """Number of blocks that were taken."""
+        """Number of taken blocks."""
         return len(self._held)
 
     @property
@@ -43,13 +42,13 @@ class BlockQuota:
 
     @property
     def free(self) -> int:
-        """Number of its own blocks that no request has; some may be in the prefix cache."""
+        """Number of its own blocks without a request; some may be in the prefix cache."""
         return int(self._pool.get_num_free_blocks())
 
     def in_the_way(self, count: int) -> list[str]:
-        """Requests, as the scheduler names them, that have to go before `count` blocks can be taken; the last admitted
-        goes first. All that have blocks, where that is not enough: others hold the rest for a moment, such as KV that
-        is being saved for another engine."""
+        """Requests, by the scheduler's names, that have to end before `count` blocks can be taken; the last admitted
+        goes first. If that is not enough, all requests with blocks: others hold the rest for a moment, such as KV being
+        saved for another engine."""
         missing, gone = count - self.free, []
         manager, used = self._scheduler.kv_cache_manager, Counter[int]()
         for request in reversed(self._admitted()):
@@ -82,8 +81,8 @@ class BlockQuota:
         return len(numbers)
 
     def give(self, count: int) -> int:
-        """Give up to `count` taken blocks back to the engine; returns how many: fewer where the device has no memory
-        left for them."""
+        """Give up to `count` taken blocks back to the engine; returns how many: fewer if the device lacks memory for
+        them."""
         count = min(max(count, 0), len(self._held))
         if count:
             count = self._pages.restore([block.block_id for block in self._held[-count:]])
@@ -93,7 +92,7 @@ class BlockQuota:
         return count
 
     def _admitted(self) -> list[Any]:
-        """Requests that have blocks, those admitted first in front."""
+        """Requests with blocks, in the order of admission."""
         scheduler = self._scheduler
         running = {request.request_id for request in scheduler.running}
         others = [it for name, it in scheduler.requests.items() if name not in running]

@@ -1,8 +1,8 @@
 """Steps of a rollout engine on a device that serves: one per grant, no longer than the grant.
 
-Invariant: a step begins only with the token, within the lender's word, and if the gate grants it from what serving says
-at that moment; it computes as many tokens as end in time. A borrower that overstayed a grant sees that before the next
-step, and the loan rests for a quiet time.
+Invariant: a step begins only with the token, within the lender's word, and if the gate grants it by serving's current
+notice; it computes only tokens that end in time. A borrower that overstayed a grant finds out before the next step, and
+the loan rests for a quiet time.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class GatedBorrower:
         record: LendingRecord | None = None,
         missed: float = 0.0025,
     ) -> None:
-        """`shortest` is that of the gate, `most_tokens` the engine's own `max_num_batched_tokens`, `recall` that of the
-        rule where it has one, `missed` the share of steps that may exceed their bound."""
+        """`shortest` is the gate's, `most_tokens` the engine's own `max_num_batched_tokens`, `recall` the rule's if it
+        has one, `missed` the share of steps that may exceed their bound."""
         facts = token.about()
         self._token, self._rule, self._recall, self._device = token, rule, recall, device
         self._shortest, self._record = shortest, record
@@ -84,7 +84,7 @@ class GatedBorrower:
         self._stuck_since = math.inf  # no step has fitted into a grant
 
     def step(self, engine: SteppedEngine[Made]) -> Made | None:
-        """Make one step if there is a grant; else return None, after a moment."""
+        """Make one step if there is a grant; otherwise return None after a moment."""
         clock, token, queue = self._device.clock, self._token, engine.queue
         if not queue.turns:
             self.rest()
@@ -120,9 +120,11 @@ class GatedBorrower:
         return made
 
     def in_turns(self, pieces: Iterator[Made], patience: float) -> Iterator[Made]:
-        """Yield each piece of work that is no step, holding the device for one grant after the other. Where serving
-        leaves nothing for `patience` seconds in all, the rest is done without a grant. The time of a piece cannot be
-        chosen: to overstay is no breach, and serving waits for none longer than a grant."""
+        """Yield each piece of work that is no step, holding the device in successive grants.
+
+        If serving leaves no time for `patience` seconds in total, the rest is done without a grant. The time of a piece
+        cannot be chosen: an overstay is no breach, and serving waits for none longer than a grant.
+        """
         clock, expires = self._device.clock, -math.inf
         held = False
         try:
@@ -144,13 +146,13 @@ class GatedBorrower:
             self._token.wish(0.0)
 
     def _end_turn(self) -> bool:
-        """Release the device. Returns False: it is not held any more."""
+        """Release the device. Returns False: the device is no longer held."""
         self._device.end()
         self._let_go()
         return False
 
     def watch(self) -> None:
-        """Ask without anything to compute: only asking shows that a loan has come back."""
+        """Request a grant without work to compute: only a request shows that a loan has returned."""
         if self._token.lease <= self._device.clock():
             self._say(_NO_WORD)
             return
@@ -163,11 +165,11 @@ class GatedBorrower:
 
     @property
     def learning(self) -> bool:
-        """Whether more steps of serving have to be seen before anything is lent while requests are live."""
+        """Whether more steps of serving must be observed before lending while requests are live."""
         return self.serving_steps.seen < self.serving_steps.needed
 
     def rest(self) -> None:
-        """Note that there is nothing to compute, so that serving need not leave anything."""
+        """Note that there is nothing to compute, so serving need not leave time."""
         self._token.wish(0.0)
         self._learn()
         self._say("")
@@ -182,7 +184,7 @@ class GatedBorrower:
                 self._record.append(ServedStep(seen.ended - seen.seconds, seen.seconds, seen.sequences, margin))
 
     def _asked(self) -> tuple[ServingNotice, Grant] | None:
-        """A grant, and serving's notice before it; None, after a moment, where there is none."""
+        """A grant, and serving's notice before it; None, after a moment, without a grant."""
         if self._token.lease <= self._device.clock():
             self._wait(_NO_WORD)
             return None
@@ -205,7 +207,7 @@ class GatedBorrower:
         return notice, grant
 
     def _take(self, notice: ServingNotice, grant: Grant) -> float | None:
-        """Take the device; returns the end of the grant, or None where the device is not free any more."""
+        """Take the device; returns the end of the grant, or None if the device is no longer free."""
         token = self._token
         if not token.try_take(grant.expires):
             self._device.sleep(POLL)
@@ -255,7 +257,7 @@ class GatedBorrower:
         return None
 
     def _why(self, refusal: Refusal, longest: float, notice: ServingNotice) -> str:
-        """Reason why nothing is lent, and the remedy where there is one."""
+        """Reason why nothing is lent, and the remedy if there is one."""
         if refusal.reason == "load" and self._recall is not None and self._recall.recalled is not None:
             return self._recall.recalled
         if refusal.reason != "due":

@@ -1,7 +1,7 @@
 """The borrower's side of a device that is lent.
 
-Invariant: a grant's end is written before the grant begins, so a process that finds the device taken reads until when.
-One process borrows.
+Invariant: a grant's end is written before the grant begins, so a process that finds the device taken can read it. One
+process borrows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from libra.lend.backend.device_page import (
 
 
 class FencedError(RuntimeError):
-    """The borrower held the device beyond its grant, and serving went ahead: it must not go on."""
+    """The borrower held the device beyond its grant, and serving went ahead: it must stop."""
 
 
 class BorrowerToken:
-    """The borrower's view of the page. Raises LendingError where there is no page, or another process borrows."""
+    """The borrower's view of the page. Raises LendingError if there is no page, or another process borrows."""
 
     def __init__(self, path: Path, pace: float) -> None:
-        """`pace` is tau: seconds per token that serving may be slowed down to."""
+        """`pace` is tau: seconds per token to which serving may be slowed down."""
         if not 0 < pace < math.inf:
             raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
         self._page = DevicePage(path, create=False)
@@ -45,15 +45,15 @@ class BorrowerToken:
 
     @property
     def lease(self) -> float:
-        """Time until which the lender has given its word."""
+        """Time until which the lender's word is valid."""
         return self._page.fields.lease
 
     def about(self) -> EngineFacts:
-        """The engine that serves. Raises LendingError where it did not say."""
+        """Description of the serving engine. Raises LendingError if there is none."""
         return self._page.facts
 
     def look(self) -> ServingNotice:
-        """Serving's last notice. Raises LendingError where its writer ended in the middle of it."""
+        """Serving's last notice. Raises LendingError if its writer ended while writing it."""
         return self._page.notice
 
     def tell(self, tally: BorrowerTally) -> None:
@@ -61,21 +61,18 @@ class BorrowerToken:
         self._page.tally = tally
 
     def wish(self, seconds: float) -> None:
-        """Publish the slack of serving that makes a grant useful: a step of its own and the shortest one of ours. 0:
+        """Publish the slack of serving that makes a grant useful: one serving step and the shortest rollout step. 0:
         there is nothing to do."""
         self._page.fields.wish = seconds
 
     def say_kv(self, asked: int, held: int) -> None:
-        """Publish the bytes of KV that serving is to cede, and those that we hold of what it ceded."""
+        """Publish the bytes of KV that serving should cede, and the held bytes of ceded KV."""
         self._page.fields.kv_asked = asked
         self._page.fields.kv_held = held
 
     def try_take(self, expires: float) -> bool:
-        """Take the device if it is free; serving waits until `expires` at most.
-
-        Look at serving's notice again before the device is used: it may have changed until now. From now on only new
-        requests change it.
-        """
+        """Take the device if it is free; serving waits until `expires` at most. Read serving's notice again before
+        using the device: it may have changed until now. From now on only new requests change it."""
         # Before the lock: a process that finds it taken reads until when.
         self._page.fields.expires = expires
         if not self._page.lock():
@@ -94,7 +91,7 @@ class BorrowerToken:
             raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")
 
     def steps(self) -> list[ServingStep]:
-        """Serving's steps since the last call, as far as they can still be read: the last 63 at most."""
+        """Serving's steps since the last call that can still be read: the last 63 at most."""
         seen, self._seen = self._seen, self._page.fields.steps
         return self._page.steps_between(seen, self._seen)
 

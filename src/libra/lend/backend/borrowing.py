@@ -25,7 +25,7 @@ from libra.sim.workload.request_file import RequestFormatError, read_requests
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
-    """The sources of borrowed devices; both are None where nothing is borrowed."""
+    """The sources of borrowed devices; both are None if nothing is borrowed."""
 
     rule: LendingRule
     servers: TracedServers | None
@@ -41,7 +41,7 @@ class Borrowing:
         line: Callable[[str], None],
         told: Callable[[str], None],
     ) -> Borrowing:
-        """Build the sources; starts no server and asks no agent yet. `told` receives the news of agents."""
+        """Build the sources; starts no server and queries no agent yet. `told` receives the news of agents."""
         lending = config.lending
         assert isinstance(lending, LendingConfig)
         first, servers, agents = config.cluster.slots, None, None
@@ -81,7 +81,7 @@ class Borrowing:
             await self.servers.start()
 
     async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
-        """End the run's own servers. Returns what the `loans`, recalled `recalls` times, gave and cost; None where the
+        """End the run's own servers. Returns the gains and costs of the `loans`, recalled `recalls` times; None if the
         run does not borrow."""
         if self.servers is None and self.agents is None:
             return None
@@ -102,7 +102,7 @@ class Borrowing:
 
 
 def check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
-    """Raises `ConfigError` where a run cannot borrow."""
+    """Raises `ConfigError` if a run cannot borrow."""
     if cluster.launcher != "local":
         raise ConfigError(
             f"lending: servers and agents run on the controller's machine, and cluster.launcher is {cluster.launcher};"

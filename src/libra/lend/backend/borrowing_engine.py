@@ -1,7 +1,6 @@
-"""A rollout engine whose device is lent, as its worker drives it.
-
-Invariant: what it computes on the device it computes within a grant, in the blocks of KV that it has at that moment.
-No other process borrows the device from before the engine is made until its process ends.
+"""A rollout engine on a lent device, driven by its worker. ¶ Invariant: it computes on the device only within a grant,
+in the KV blocks that it has at that moment. No other process borrows the device, from before the engine is made until
+its process ends.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _PATIENCE = 1.0  # seconds without a grant after which turns are better made els
 
 
 class SteppedVllm:
-    """vLLM with a `BorrowingScheduler`, as its borrower steps it."""
+    """vLLM with a `BorrowingScheduler`, stepped by its borrower."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine, self._scheduler = engine, engine.scheduler
@@ -65,7 +64,7 @@ class BorrowingEngine:
     scheduler = BorrowingScheduler
 
     def __init__(self, loan: DeviceLoan) -> None:
-        """Raises LendingError where the device cannot be borrowed, DiskError where the record cannot be written."""
+        """Raises LendingError if the device cannot be borrowed, DiskError if the record cannot be written."""
         terms = self._terms = terms_of(loan)
         self._token = BorrowerToken(Path(loan.device), terms.pace)
         self._record = None if loan.record is None else LendingRecord(Path(loan.record), terms, _tell)
@@ -77,7 +76,7 @@ class BorrowingEngine:
         self._told = ""  # `away` as it was last reported
 
     def lend(self, engine: VllmEngine) -> None:
-        """Begin to lend to `engine`. What it sets up with its first steps is part of its start."""
+        """Begin to lend to `engine`. The set-up of its first steps belongs to its start."""
         terms = self._terms
         rule = terms.rule()
         self._recall = rule.recall if isinstance(rule, WatchedRule) else None
@@ -107,7 +106,7 @@ class BorrowingEngine:
             )
 
     def settle(self) -> list[str]:
-        """Between two steps: give memory back, or take what there is. Returns the turns that had to be stopped."""
+        """Between two steps: give memory back, or take free memory. Returns the turns that had to be stopped."""
         memory, engine = self._memory, self._engine
         if memory is None:
             return []
@@ -118,7 +117,7 @@ class BorrowingEngine:
         return turns
 
     def step(self) -> list[Sampled] | None:
-        """Make one step if there is a grant; else return None, after a moment."""
+        """Make one step if there is a grant; otherwise return None after a moment."""
         began = self._device.clock()
         sampled = self._granted_step()
         now = self._device.clock()
@@ -137,9 +136,9 @@ class BorrowingEngine:
         return self._borrower.step(self._steps)
 
     def rest(self) -> float | None:
-        """Note that there are no turns. Returns the seconds after which to `settle` all the same, ask whether the
-        device is lent again, or see the times of serving's steps. None: nothing is to be given back or was recalled,
-        and enough is known."""
+        """Note that there are no turns. Returns the seconds after which to call `settle` anyway, to ask whether the
+        device is lent again, or to read the times of serving's steps. None: no memory is due, the device is not
+        recalled, and enough is known."""
         self._since = None
         if self.away:
             self._borrower.watch()
@@ -150,7 +149,7 @@ class BorrowingEngine:
 
     @property
     def away(self) -> str:
-        """Reason why nothing is lent, where that lasts longer than a few steps of serving; else empty."""
+        """Reason why nothing is lent, if that lasts longer than a few steps of serving; else empty."""
         if self._recall is not None and self._recall.recalled is not None:
             return self._recall.recalled
         return self._borrower.tally.why if self._device.clock() - self._granted > _PATIENCE else ""
@@ -161,12 +160,12 @@ class BorrowingEngine:
         return bool(self.away) != bool(self._told)
 
     def state(self) -> LoanState:
-        """The loan so far, to be reported."""
+        """The state of the loan, for a report."""
         self._told, tally = self.away, self._borrower.tally
         return LoanState(self._told, self._wanted, tally.lent, tally.grants, tally.overstayed)
 
     def trained(self) -> None:
-        """Note that the weights of another training step are here."""
+        """Note that the weights of another training step have arrived."""
         if self._memory is not None:
             self._memory.trained()
 

@@ -1,7 +1,5 @@
-"""The device that two engines share, as both of them see it.
-
-Invariant: a step that has ended has left nothing running on the device. Times are of one clock that never jumps and
-that all processes of the device share.
+"""The device that two engines share. ¶ Invariant: after the end of a step nothing of it runs on the device. Times are
+of one clock that never jumps and that all processes of the device share.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ class LentDevice(Protocol):
         ...
 
     def end(self) -> None:
-        """End a step: wait until all that it launched is done."""
+        """End a step: wait until all its launched work is done."""
         ...
 
 
 class Cores:
-    """CPU cores. Work on them is done when the call returns. With a `share` below 1 they are a slower device, and a
-    step takes as long as it would there: the process that has the token sleeps the rest."""
+    """CPU cores. Work on them is done when the call returns. With a `share` below 1 they emulate a slower device: the
+    process with the token sleeps for the difference."""
 
     def __init__(self, share: float = 1.0) -> None:
         if not 0 < share <= 1:
@@ -55,7 +53,7 @@ class Cores:
 
 
 class Accelerator:
-    """The GPUs of this process. Kernels go on after the call that launched them, so a step's end waits for them."""
+    """The GPUs of this process. Kernels continue after the call that launched them, so a step's end waits for them."""
 
     def clock(self) -> float:
         return time.monotonic()
@@ -73,7 +71,7 @@ class Accelerator:
 
 
 def device_here(share: float = 1.0) -> LentDevice:
-    """The device that vLLM runs on in this process."""
+    """The device of vLLM in this process."""
     from vllm.platforms import current_platform
 
     return Cores(share) if current_platform.is_cpu() else Accelerator()

@@ -1,8 +1,7 @@
-"""A file that all processes of a lent device map: what each of them says, field by field, and the device's lock.
-
-Invariant: each field has one writer, so none of them is locked. A field of 8 bytes is read whole; what serving says is
-longer and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and none can set;
-they begin anew with the machine, and so does a page that was kept on a disk.
+"""A file that all processes of a lent device map: the notices of each, field by field, and the device's lock. ¶
+Invariant: each field has one writer, so none needs a lock. A field of 8 bytes is read whole; serving's notice is longer
+and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and none can set. They
+begin anew with the machine, and so does a page kept on a disk.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class BorrowerTally(NamedTuple):
 
 
 class PageFields(ctypes.Structure):
-    """The numbers of a page, where they lie in it. Aligned, so each is read and written whole."""
+    """The numbers of a page at their places. They are aligned, so each is read and written whole."""
 
     # The borrower's
     expires: float  # end of the current grant
@@ -125,7 +124,7 @@ class PageFields(ctypes.Structure):
 
 
 class DevicePage:
-    """The file, mapped. Raises LendingError where it is no such file, or cannot be one."""
+    """The mapped file. Raises LendingError if it is no such file, or cannot be one."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
@@ -165,14 +164,14 @@ class DevicePage:
 
     @property
     def replaced(self) -> bool:
-        """Whether the file of that name is another one by now."""
+        """Whether the name now belongs to another file."""
         try:
             return not os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
         except FileNotFoundError:
             return True
 
     def lock(self) -> bool:
-        """Lock the device; True if it is ours from now on."""
+        """Lock the device; True if this process has it from now on."""
         try:
             fcntl.flock(self.descriptor, _LOCK)
         except BlockingIOError:
@@ -183,7 +182,7 @@ class DevicePage:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def only(self, who: str, refusal: str) -> int:
-        """The descriptor of a lock that one process can have, of the file itself and not of its name. Raises
+        """The descriptor of a lock that one process can have, on the file itself and not on its name. Raises
         LendingError."""
         only = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -210,7 +209,7 @@ class DevicePage:
 
     @property
     def notice(self) -> ServingNotice:
-        """Raises LendingError where its writer ended in the middle of it."""
+        """Raises LendingError if its writer ended while writing it."""
         until = time.monotonic() + _PATIENCE
         while True:
             read = self.bytes[_NOTICE_AT : _NOTICE_AT + _NOTICE.size + _CHECKSUM.size]
@@ -243,7 +242,7 @@ class DevicePage:
 
     @property
     def facts(self) -> EngineFacts:
-        """Raises LendingError where it did not say."""
+        """Raises LendingError if there is no description."""
         size, checksum = _FACTS.unpack_from(self.bytes, _FACTS_AT)
         text = self.bytes[_FACTS_AT + _FACTS.size : _FACTS_AT + _FACTS.size + size]
         if not text or crc32(text) != checksum:

@@ -1,7 +1,7 @@
 """The weights of an agent's engine: the agent follows a run's publications for it.
 
-Invariant: the engine gets only versions that are whole and checked in its memory, one at a time, and the last one that
-it got is not overwritten before it has answered. Following another run begins from nothing.
+Invariant: the engine gets only versions that are whole and checked in its memory, one at a time, and the last one is
+not overwritten before the engine has answered. Following another run begins from nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from libra.backends.transport.engine_messages import LoadWeights, WeightsPlace
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import WeightsFollower, WeightsProcessError
 from libra.exec.background import background
+from libra.lend.weights.processes import WeightsFollower, WeightsProcessError
 from libra.records.files import DiskError
 
 
 class EngineWeights:
-    """`memory` is the descriptor of the memory that engines load from. `load` has the present engine take a version,
-    and returns when it has, or is gone; `lost` is called with the reason why nothing more comes."""
+    """`memory` is the descriptor of the memory that engines load from. `load` makes the present engine load a version,
+    and returns when it has, or is gone; `lost` is called with the reason when no further versions will arrive."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class EngineWeights:
         return self._source == (place, grid)
 
     async def follow(self, place: WeightsPlace, grid: Grid) -> None:
-        """Follow what is published there from now on."""
+        """Follow the publications at this address from now on."""
         await self.close()
         self._source = place, grid
         self._task = background(self._keep_up(place, grid), "follow weights")
 
     async def bring(self) -> None:
-        """Have an engine that came since take the version that is here, if there is one."""
+        """Have a newly started engine load the present version, if there is one."""
         async with self._loading:
             if self._latest is not None:
                 await self._load(self._latest)

@@ -1,7 +1,7 @@
 """Pages of a GPU's memory under the blocks of a KV cache, mapped one by one by vLLM's own allocator.
 
-Invariant: a page is mapped if and only if a block that is not dropped, or something other than blocks, has bytes in it.
-The addresses stay, so CUDA graphs and block tables do not notice.
+Invariant: a page is mapped if and only if it has bytes of a block that is not dropped, or of something other than
+blocks. The addresses stay, so CUDA graphs and block tables are not affected.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _PAGE = 2 << 20  # bytes: the smallest piece that CUDA maps
 
 
 class PageMapper(Protocol):
-    """Maps the pages of the memory that KV lies in. At first all pages are mapped."""
+    """Maps the pages of KV memory. At first all pages are mapped."""
 
     size: int  # bytes of a page
     addresses: npt.NDArray[np.int64]  # of all pages, ascending
 
     def settle(self) -> None:
-        """Wait until nothing that was launched can touch a page that is about to go."""
+        """Wait until no launched work can touch a page that will be unmapped."""
         ...
 
     def unmap(self, page: int) -> None: ...
 
     def map(self, page: int) -> None:
-        """Map a page of zeros. Raises MemoryError where the device has no memory left."""
+        """Map a page of zeros. Raises MemoryError if the device has no memory left."""
         ...
 
 
 class GpuPages:
-    """`KVPages` of an accelerator. A page that two blocks share goes with the second of them."""
+    """`KVPages` of an accelerator. A page shared by two blocks is unmapped with the second of them."""
 
     def __init__(self, layout: KVLayout, mapper: PageMapper) -> None:
         self._layout, self._mapper, self.block_bytes = layout, mapper, layout.block_bytes
@@ -81,7 +81,7 @@ class GpuPages:
         return len(blocks)
 
     def _use(self, blocks: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-        """The pages that these blocks have bytes in, with `count` more users for each."""
+        """The pages with bytes of these blocks, with `count` more users for each."""
         begin, end = self._layout.extents(blocks)
         first = np.searchsorted(self._mapper.addresses, begin, side="right") - 1
         last = np.searchsorted(self._mapper.addresses, end - 1, side="right") - 1
@@ -93,10 +93,10 @@ class GpuPages:
 
 
 class CuMemPages:
-    """A `PageMapper` over vLLM's `CuMemAllocator`, whose C extension maps and unmaps at addresses that are given.
+    """A `PageMapper` over vLLM's `CuMemAllocator`, whose C extension maps and unmaps given addresses.
 
-    vLLM maps the whole cache as one piece, which can only go as a whole: it is mapped anew, page by page, before the
-    first request. Raises LendingError where vLLM allocated the cache otherwise.
+    vLLM maps the whole cache as one piece, which can only be unmapped as a whole. So it is mapped anew, page by page,
+    before the first request. Raises LendingError if vLLM allocated the cache in another way.
     """
 
     size = _PAGE

@@ -1,7 +1,7 @@
 """Places of the blocks of an engine's KV cache in memory.
 
-Invariant: the bytes of a block are in one piece in each tensor, so that blocks which follow each other cover runs of
-memory. With vLLM's block-outermost layouts (BLHNC, BLNHC) all layers of a block are one piece.
+Invariant: the bytes of a block are in one piece in each tensor, so consecutive blocks cover runs of memory. With vLLM's
+block-outermost layouts (BLHNC, BLNHC) all layers of a block are one piece.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class KVLayout:
 
     @classmethod
     def of(cls, scheduler: Any) -> KVLayout:
-        """`scheduler` is vLLM's, of an engine core that has its KV cache. Raises LendingError for a cache that has no
-        blocks in one piece, or is out of reach."""
+        """`scheduler` is vLLM's, of an engine core that has its KV cache. Raises LendingError if the cache has no
+        blocks in one piece, or is in another process."""
         blocks: int = scheduler.kv_cache_config.num_blocks
         layers = scheduler.vllm_config.compilation_config.static_forward_context
         names = [name for group in scheduler.kv_cache_config.kv_cache_groups for name in group.layer_names]
@@ -45,7 +45,7 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers; each counts once, though groups of layers may overlay one another."""
+        """Bytes of a block in all layers; each byte counts once, though groups of layers may share memory."""
         begin, end = self.runs(np.zeros(1, dtype=np.int64))
         return int((end - begin).sum())
 
@@ -56,7 +56,7 @@ class KVLayout:
         return begin.ravel(), (begin + size).ravel()
 
     def runs(self, blocks: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Begin and end of the runs of bytes of these blocks: ascending, apart from one another."""
+        """Begin and end of the runs of bytes of these blocks, ascending and disjoint."""
         begin, end = self.extents(blocks)
         order = np.argsort(begin)
         begin, end = begin[order], np.maximum.accumulate(end[order])

@@ -1,8 +1,7 @@
-"""The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that has them.
-
-Invariant: pages go before they come. Serving drops its own before it says that it ceded them, and rollout drops its own
-before it says that it has them no more. Only what a burst takes beyond the reserve is held by both, until rollout looks
-next: at the end of its step, which lasts a grant at most.
+"""The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that gets them. ¶
+Invariant: one side unmaps pages before the other maps them. Serving drops its pages before it reports them as ceded,
+and rollout drops its own before it reports them as returned. Both hold only pages that a burst takes beyond the
+reserve, until rollout looks next: at the end of its step, which lasts a grant at most.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _CEDED_AT_ONCE = 16 << 20  # bytes between two steps of serving: giving pages ba
 
 
 class CededKV:
-    """Serving's end. Raises LendingError where the engine's memory cannot change hands."""
+    """Serving's end. Raises LendingError if the engine's memory cannot change hands."""
 
     def __init__(self, scheduler: Any) -> None:
         """`scheduler` is vLLM's own, of the serving engine."""
@@ -32,8 +31,8 @@ class CededKV:
         self._reserve += _context_blocks(scheduler, 1) * scheduler.max_num_running_reqs
 
     def settle(self, token: ServingToken) -> None:
-        """Before a step: cede what rollout asks for and serving can spare, and take back what rollout does not hold, or
-        what requests need."""
+        """Before a step: cede the requested blocks that serving can spare. Take back blocks that rollout does not hold,
+        or that requests need."""
         blocks, asked = self._blocks, token.kv_asked
         if asked == blocks.held == 0:
             return
@@ -67,8 +66,8 @@ class CededKV:
         )
 
     def _wanted(self) -> int:
-        """Blocks that requests may take for the tokens that they have, in one step or more: a bound, as it counts
-        what a prefix shares for each of them."""
+        """Blocks that requests may take for their tokens, in one step or more: an upper bound, since it counts a shared
+        prefix for each of them."""
         scheduler, wanted = self._scheduler, self._scheduler.kv_cache_manager.watermark_blocks
         ahead, longest = scheduler.num_lookahead_tokens, scheduler.max_model_len
         for request in scheduler.requests.values():
@@ -80,9 +79,8 @@ class CededKV:
 
 
 class BorrowedKV:
-    """Rollout's end: its engine has blocks as the quota says, and none in the beginning.
-
-    Between two steps, and every few milliseconds where there are none:
+    """Rollout's end: its engine has the blocks of its quota, and none in the beginning. Between two steps, and every
+    few milliseconds without steps:
 
         for name in borrowed.in_the_way(now):   # turns to put out, the last admitted first; they lose no token
             engine.abort_request([name], internal=True)
@@ -91,7 +89,7 @@ class BorrowedKV:
 
     def __init__(self, scheduler: Any, token: BorrowerToken, *, context: int, quiet: float, beside: int = 0) -> None:
         """`scheduler` is vLLM's, of the rollout engine. `context` are the tokens of its longest turn; `quiet` and
-        `beside` are those of `KVLimits`. Raises LendingError, or ValueError as `KVLimits` does."""
+        `beside` are those of `KVLimits`. Raises LendingError, or ValueError like `KVLimits`."""
         self._token, self._blocks = token, BlockQuota(scheduler)
         kv, size = token.look().kv, self._blocks.block_bytes
         if kv.capacity == 0:
@@ -116,10 +114,8 @@ class BorrowedKV:
         self._quota.trained()
 
     def in_the_way(self, now: float) -> list[str]:
-        """Look at what serving says; returns the turns that have to go before `settle`, as the scheduler names them.
-
-        Raises LendingError where the serving engine was started again with other memory.
-        """
+        """Read serving's notice; returns the turns that have to end before `settle`, by the scheduler's names. Raises
+        LendingError if the serving engine was restarted with other memory."""
         kv, blocks = self._token.look().kv, self._blocks
         if kv.capacity not in (0, self._quota.limits.capacity):
             raise LendingError("the serving engine has other KV memory than before; start the rollout engine again")
@@ -127,7 +123,7 @@ class BorrowedKV:
         return blocks.in_the_way(blocks.own - self._target)
 
     def settle(self) -> None:
-        """Take the blocks that the quota gave at the last look, as far as no request is in the way, and say so."""
+        """Take the blocks of the quota at the last look, as far as no request is in the way, and report it."""
         blocks = self._blocks
         blocks.take(blocks.own - self._target)
         blocks.give(self._target - blocks.own)

@@ -1,6 +1,5 @@
-"""The pages of memory under the blocks of a KV cache: they go when the blocks change hands, and come back with them.
-
-Invariant: a page goes only if every byte of it belongs to blocks that are dropped.
+"""The pages of memory under the blocks of a KV cache: they are unmapped when the blocks change hands, and mapped again
+with them. ¶ Invariant: a page is unmapped only if every byte of it belongs to dropped blocks.
 """
 
 from __future__ import annotations
@@ -28,16 +27,17 @@ class KVPages(Protocol):
     block_bytes: int
 
     def drop(self, blocks: Sequence[int]) -> int:
-        """Give the pages of these blocks back; returns the bytes that went. What was in them is lost."""
+        """Give the pages of these blocks back; returns the bytes given back. Their contents are lost."""
         ...
 
     def restore(self, blocks: Sequence[int]) -> int:
-        """Map pages for dropped blocks again; returns how many of them, from the last on, there was memory for."""
+        """Map pages for dropped blocks again; returns the number of blocks, from the last on, for which there was
+        memory."""
         ...
 
 
 def kv_pages(scheduler: Any) -> KVPages:
-    """`scheduler` is vLLM's, of a model that runs in this process. Raises LendingError where its memory cannot change
+    """`scheduler` is vLLM's, of a model that runs in this process. Raises LendingError if its memory cannot change
     hands."""
     layout = KVLayout.of(scheduler)
     if layout.device.type == "cpu":
@@ -51,7 +51,7 @@ def kv_pages(scheduler: Any) -> KVPages:
 
 
 class HostPages:
-    """Pages in memory of the host. What a block shares with its neighbours at its two ends stays, so blocks are best
+    """Pages in memory of the host. Parts that a block shares with its neighbours at both ends stay, so blocks are best
     dropped in long runs."""
 
     def __init__(self, layout: KVLayout) -> None:

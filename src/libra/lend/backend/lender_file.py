@@ -1,6 +1,7 @@
 """The configuration of `libra lend serve`: a YAML file.
 
-Invariant: a file gives a loan that its certificate covers, or is refused in one line that names the key and the remedy.
+Invariant: a file describes a loan that its certificate covers, or is refused in one line that names the key and the
+remedy.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _Seconds = Annotated[float, Field(gt=0)]
 
 
 class ServingSection(Section):
-    """The server, as `vllm serve` was started, and its SLO."""
+    """The server, by the options of its `vllm serve`, and its SLO."""
 
     model: str
     hardware: str  # as in the certificate, such as "1 x H100"
@@ -72,7 +73,7 @@ class LenderFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class LoanOrder:
-    """A loan as it was asked for."""
+    """A loan as ordered."""
 
     device: Path
     listen: Path
@@ -93,7 +94,7 @@ class LoanOrder:
         return None if self.start.loan.record is None else Path(self.start.loan.record)
 
     def refuse_other(self, facts: EngineFacts) -> None:
-        """Raises LendingError where the server is not the one that the certificate is of."""
+        """Raises LendingError if the server is not the certified one."""
         if facts.model != self.model:
             raise LendingError(f"serving.model is {self.model}, the server on {self.device} serves {facts.model}")
         limits = ServerLimits(facts.max_model_len, facts.max_num_seqs, facts.max_num_batched_tokens)
@@ -101,7 +102,7 @@ class LoanOrder:
             raise LendingError(f"{self.device}: {other}")
 
     def refuse_memory(self, kv: KVView) -> None:
-        """Raises LendingError where the server cannot lend KV memory that is of use."""
+        """Raises LendingError if the server cannot lend useful KV memory."""
         loan, start = self.start.loan, self.start
         assert loan is not None
         if loan.kv_beside is None:
@@ -192,7 +193,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
 
 
 def _pace(serving: ServingSection, certificate: Certificate) -> float:
-    """Tau. Raises ValueError where the certificate does not cover it."""
+    """Tau. Raises ValueError if the certificate does not cover it."""
     slo = Slo(serving.ttft, serving.tpot)
     try:
         model = load_model(serving.model)

@@ -1,7 +1,6 @@
 """The agent's side of a device that is lent: a loan depends on its word.
 
-Invariant: a loan ends with the lender's word: a time, which the agent extends for as long as all is well. One process
-lends.
+Invariant: a loan ends with the lender's word: a time, which the agent extends while all checks pass. One process lends.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from libra.lend.backend.device_page import BorrowerTally, DevicePage, EngineFact
 
 
 class LenderToken:
-    """The agent's view of the page. Raises LendingError where there is no page, or another agent lends."""
+    """The agent's view of the page. Raises LendingError if there is no page, or another agent lends."""
 
     def __init__(self, path: Path) -> None:
         self._page = DevicePage(path, create=False)
@@ -26,29 +25,29 @@ class LenderToken:
 
     @property
     def replaced(self) -> bool:
-        """Whether the file of that name is another one by now."""
+        """Whether the name now belongs to another file."""
         return self._page.replaced
 
     @property
     def borrowed(self) -> bool:
-        """Whether a process borrows: one at a time can."""
+        """Whether a process borrows; at most one can."""
         return self._page.has("borrower")
 
     def extend(self, until: float) -> None:
-        """Let the device be borrowed until then; 0: not any more."""
+        """Let the device be borrowed until that time; 0: no longer."""
         self._page.fields.lease = until
 
     def borrower_gone(self) -> None:
-        """Note that the borrower's process has ended, so that it has no memory and asks for none: one that was killed
-        cannot say so itself."""
+        """Note that the borrower's process has ended, so it has no memory and wants none: a killed process cannot
+        report that itself."""
         self._page.fields.kv_asked = self._page.fields.kv_held = 0
 
     def about(self) -> EngineFacts:
-        """The engine that serves. Raises LendingError where it did not say."""
+        """Description of the serving engine. Raises LendingError if there is none."""
         return self._page.facts
 
     def look(self) -> ServingNotice:
-        """Serving's last notice. Raises LendingError where its writer ended in the middle of it."""
+        """Serving's last notice. Raises LendingError if its writer ended while writing it."""
         return self._page.notice
 
     @property

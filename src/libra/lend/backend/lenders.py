@@ -1,6 +1,6 @@
 """The launcher of a run that borrows from agents: some of its slots are engines on devices of other users' servers.
 
-Invariant: such an engine is not started or ended, but asked for and left. A slot is offered while its agent answers
+Invariant: such an engine is not started or ended, but requested and left. A slot is available while its agent answers
 that the run may have the engine. Until then the agent is asked again, and each new answer is reported once. Agents
 follow the weights that the run publishes; the run does not wait for them.
 """
@@ -21,10 +21,10 @@ from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow, WeightsPlace
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import WeightsProcessError, WeightsPublisher
 from libra.exec.background import background
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.lend.backend.own_socket import trusted_peer
+from libra.lend.weights.processes import WeightsProcessError, WeightsPublisher
 
 _LOOK_SECONDS = 1.0  # between two looks at an agent that is away
 _ANSWER_SECONDS = 10.0  # for an agent to answer whether its engine is available
@@ -55,7 +55,7 @@ class LenderLauncher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def look(self) -> None:
-        """Ask all agents, and ask those that are away again from now on. Raises `LenderRefusedError`."""
+        """Query all agents, and from now on repeat the query of unavailable ones. Raises `LenderRefusedError`."""
         answers = await asyncio.gather(*map(self._ask, self._agents))
         for slot, answer in zip(self._agents, answers, strict=True):
             if isinstance(answer, Failure):
@@ -64,8 +64,8 @@ class LenderLauncher:
         self._tasks.append(background(self._watch(), "watch lenders"))
 
     async def join(self, engine: Handle) -> Lent:
-        """Borrow the engine of a link that was spawned for an agent. Raises `LenderRefusedError`, `WorkerLostError`,
-        `WorkerFailedError` or `TimeoutError`."""
+        """Borrow the engine of an agent, by the link that was spawned for it. Raises `LenderRefusedError`,
+        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         assert self._published is not None, "an engine has no weights to wait for"
         order = msgspec.structs.replace(self._full, weights=await self._publication(self._published))
         try:
@@ -82,7 +82,7 @@ class LenderLauncher:
         self._published = published
 
     def publish(self, order: LoadWeights) -> None:
-        """Set the run's later weights, which agents are to follow."""
+        """Set the run's later weights, which agents follow."""
         assert self._published is not None
         self._published = RunWeights(self._published.layout, self._published.size, order)
         if self._publisher is not None:
@@ -196,7 +196,7 @@ class LenderLauncher:
             self._say(f"{self._agents[slot]} lends nothing yet, and is asked again: {why}")
 
     async def _connect(self, slot: int) -> tuple[ControllerChannel, int]:
-        """The channel, and the process at its other end. Raises `OSError`, also where that is another user's."""
+        """The channel, and the process at its other end. Raises `OSError`, also if that process is another user's."""
         reader, writer = await asyncio.open_unix_connection(self._agents[slot])
         try:
             return ControllerChannel(reader, writer), trusted_peer(writer.get_extra_info("socket"))
@@ -207,7 +207,7 @@ class LenderLauncher:
     # Weights
 
     async def _publication(self, published: RunWeights) -> WeightsPlace:
-        """The place where the weights can be followed; the process that publishes them runs when this returns."""
+        """The address at which the weights can be followed; the publishing process runs when this returns."""
         async with self._publishing:
             if self._publisher is None:
                 grid = Grid.of(published.layout, published.size)
@@ -222,7 +222,7 @@ class LenderLauncher:
             return self._publisher.place
 
     async def _outlive(self, publisher: WeightsPublisher) -> None:
-        """Cut the links when the publisher ends: its followers have to come again, to another one."""
+        """Cut the links when the publisher ends: its followers have to connect to the next one."""
         await publisher.ended()
         self._publisher = None
         for link in self._links:

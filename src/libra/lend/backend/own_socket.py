@@ -1,6 +1,6 @@
 """Unix sockets between processes of one user.
 
-Invariant: the file of a socket has mode 0600 from the moment it exists, and both ends know the user at the other one.
+Invariant: the file of a socket has mode 0600 from the moment it exists, and each end checks the user at the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def bind_own(path: Path) -> socket.socket:
 
 
 def trusted_peer(connection: socket.socket) -> int:
-    """The process at the other end. Raises `PermissionError` where it is of another user, and not root's."""
+    """The process at the other end. Raises `PermissionError` if it belongs to another user, and not to root."""
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(said)
     if user not in (os.geteuid(), 0):

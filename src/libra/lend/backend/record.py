@@ -1,4 +1,4 @@
-"""The file that a borrower writes `lending.jsonl` with.
+"""The writer of a borrower's `lending.jsonl`.
 
 Invariant: lending does not depend on it. A full disk ends the record, which is reported once, and not the loan.
 """
@@ -20,8 +20,8 @@ _FIRST = 1 << 16  # bytes in which the first line of a record ends
 
 
 def open_record(path: Path) -> int:
-    """A descriptor, which has the lock that one borrower of this record can have. Makes the file if there is none.
-    Raises LendingError where it is the record of another borrower, or not a record at all."""
+    """A descriptor with the exclusive lock of this record's borrower. Makes the file if there is none. Raises
+    LendingError if it is the record of another borrower, or no record."""
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise LendingError(f"record: {path} is no regular file; name another one")
@@ -43,11 +43,11 @@ def open_record(path: Path) -> int:
 
 
 class LendingRecord:
-    """Lines are kept until there is time for them (`flush`): not while the device is held."""
+    """Keeps lines until there is time to write them (`flush`): not while the device is held."""
 
     def __init__(self, path: Path, terms: LendingTerms, told: Callable[[str], None]) -> None:
-        """Appends to the file. `told` gets the line of a disk that is full. Raises what `open_record` does, and
-        `DiskError` where it cannot be written at all."""
+        """Appends to the file. `told` gets the line of a full disk. Raises the errors of `open_record`, and `DiskError`
+        if the file cannot be written at all."""
         self._only = open_record(path)
         self._file: LineFile | None = LineFile(path)
         self._told, self._lines = told, list[LendingLine]()

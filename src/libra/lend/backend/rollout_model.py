@@ -1,7 +1,6 @@
-"""The model that an engine behind an agent was made of, and whether a run's weights are weights of it.
-
-Invariant: weights are taken into an engine only where each has the name, shape and type of one of its own, none is
-missing, and nothing is known of the two configurations by which the same numbers would mean something else.
+"""The model of an engine behind an agent, and whether a run's weights fit it. ¶ Invariant: weights are loaded into an
+engine only if each has the name, shape and type of one of its own, none is missing, and the two configurations have no
+known difference that changes the meaning of the numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class RolloutModel:
 
     @classmethod
     def read(cls, directory: Path, dtype: Dtype) -> RolloutModel:
-        """Read the model of a directory. Raises ValueError where there is none."""
+        """Read the model of a directory. Raises ValueError if there is none."""
         path = directory / "config.json"
         try:
             config = json.loads(read_input(path))

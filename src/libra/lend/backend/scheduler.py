@@ -1,4 +1,4 @@
-"""vLLM's scheduler, for an engine whose device is lent: it holds the device's token during a step.
+"""vLLM's scheduler, for an engine on a lent device: it holds the device's token during a step.
 
     LIBRA_LEND_DEVICE=/dev/shm/device-0 vllm serve MODEL --scheduler-cls libra.lend.backend.scheduler.LendingScheduler
 
@@ -36,7 +36,7 @@ DEVICE = "LIBRA_LEND_DEVICE"  # environment variable: the file of the device's t
 
 
 def device_of_environment() -> Path:
-    """Raises LendingError where the variable is not set."""
+    """Raises LendingError if the variable is not set."""
     path = os.environ.get(DEVICE)
     if not path:
         raise LendingError(f"{DEVICE} is not set; set it to the file of the device's token, such as /dev/shm/device-0")
@@ -44,7 +44,7 @@ def device_of_environment() -> Path:
 
 
 def _shape(scheduler: Scheduler, output: SchedulerOutput) -> StepShape:
-    """Work of a step, just after it was scheduled."""
+    """Work of a step, just after scheduling."""
     sequences = len(output.num_scheduled_tokens)
     context = sum(request.num_computed_tokens for request in scheduler.running)
     return StepShape(sequences, output.total_num_scheduled_tokens - sequences, context)
@@ -71,10 +71,8 @@ class BorrowingScheduler(Scheduler):
 
 
 class _Lending(Scheduler):
-    """The methods that lending adds to both kinds of vLLM's scheduler; a subclass chooses the kind.
-
-    Without the lender's word no process reads what serving says, so it only says that there is nothing to lend.
-    """
+    """The methods that lending adds to both kinds of vLLM's scheduler; a subclass chooses the kind. Without the
+    lender's word no process reads serving's notices, so it only reports that there is nothing to lend."""
 
     # On any device: the output of a step is here when it is reported, so the step is over.
     device: LentDevice = Cores()
@@ -173,7 +171,7 @@ class _Lending(Scheduler):
         self._token.close()
 
     def _publish(self) -> None:
-        """Publish what serving owes as of now. First tokens are seen at the end of the step that made them."""
+        """Publish serving's current obligations. First tokens are seen at the end of the step that made them."""
         now, pace = self.device.clock(), self._token.pace
         arrivals, firsts, self._arrivals, self._first_tokens = self._arrivals, self._first_tokens, {}, {}
         first_due, oldest, waiting, queued, context = math.inf, math.inf, 0, 0, 0
@@ -216,6 +214,6 @@ class AsynchronousLending(_Lending, AsyncScheduler):
 
 
 def LendingScheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM asks for a class
-    """The scheduler of the kind that this engine would have without lending."""
+    """The scheduler of this engine's kind, with lending."""
     kind = AsynchronousLending if vllm_config.scheduler_config.async_scheduling else SynchronousLending
     return kind(vllm_config=vllm_config, **kwargs)

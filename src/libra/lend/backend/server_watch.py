@@ -1,7 +1,7 @@
-"""Checks that an agent's server is there, and is the one that was certified.
+"""Checks that an agent's server is alive, and is the certified one.
 
-Invariant: a server that has ended, or another one in its place, is seen at the next look: by its process, not by what
-it left in the device's page.
+Invariant: the next look notices that a server has ended or was replaced: by its process, not by the contents of the
+device's page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ServerWatch:
     """Looks at the server of a loan. Owners may end and start it at any time."""
 
     def __init__(self, lender: LoanOrder, token: LenderToken) -> None:
-        """Raises LendingError where the loan cannot begin: another model, too little memory, or no server."""
+        """Raises LendingError if the loan cannot begin: another model, too little memory, or no server."""
         self._lender, self._token = lender, token
         self._pid, self._process = 0, -1
         self._facts = token.about()
@@ -40,7 +40,7 @@ class ServerWatch:
             return str(error)
 
     def _seen(self) -> str | None:
-        """`objection`, but raises LendingError for one that comes with its remedy."""
+        """`objection`, but raises LendingError for one with a remedy."""
         pid = self._token.look().pid
         if pid != self._pid:
             self.close()

@@ -1,7 +1,7 @@
 """The servers of a run that borrows: one on each lent device, under recorded traffic.
 
-Invariant: a server is not a worker. It is not restarted, moved or told what to serve; a run only begins and ends it. A
-server that is gone lends nothing any more, and its users' requests end with it.
+Invariant: a server is not a worker. The run starts and ends it, and never restarts, moves or controls it. A server that
+is gone lends nothing more, and its users' requests end with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_QUIET = 16  # times `quiet`, to which it doubles
 
 @dataclass(eq=False)
 class TracedServers:
-    """Servers under recorded traffic, on `slots`, those of the lent devices. They write into `directory`."""
+    """Servers under recorded traffic, on `slots`, those of the lent devices. They write to `directory`."""
 
     launcher: WorkerLauncher
     config: LendingConfig
@@ -86,7 +86,7 @@ class TracedServers:
         await asyncio.gather(*(self._start(number, slot, model) for number, slot in enumerate(self.slots)))
 
     async def end(self) -> ServedSummary | None:
-        """End the servers; returns a summary of what their users saw, or None where no request ended."""
+        """End the servers; returns a summary of their users' latencies, or None if no request ended."""
         await asyncio.gather(*(handle.stop() for handle in self._handles))
         for number in range(len(self.slots)):
             self._device(number).unlink(missing_ok=True)

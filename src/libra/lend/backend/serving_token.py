@@ -1,8 +1,8 @@
 """The serving engine's side of a device that is lent: it takes the device for a step, and releases it.
 
 Invariant: serving waits for no borrower longer than the current grant. The lock alone could not promise that (the
-kernel frees it only after it has torn down a killed process), so a grant has an end, written before it begins; from
-then on serving goes ahead without the lock, and says so by a new epoch.
+kernel frees it only after it has torn down a killed process), so a grant has an end, written before it begins. After
+the end serving continues without the lock, and reports this by a new epoch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LONGEST_WAIT = 5.0  # seconds for a grant at most, whatever the page says: gran
 
 
 class ServingToken:
-    """Serving's view of the page. Makes the file if there is none; one that an earlier server left is taken over, and
-    its borrower goes on."""
+    """Serving's view of the page. Makes the file if there is none; the page of an earlier server is taken over, and its
+    borrower continues."""
 
     def __init__(
         self, path: Path, about: EngineFacts | None = None, clock: Callable[[], float] = time.monotonic
@@ -38,7 +38,7 @@ class ServingToken:
 
     @property
     def pace(self) -> float:
-        """Seconds per token that the borrower may slow serving down to; 0: there was no borrower yet."""
+        """Seconds per token to which the borrower may slow serving down; 0: there was no borrower yet."""
         return self._page.fields.pace
 
     @property
@@ -48,23 +48,23 @@ class ServingToken:
 
     @property
     def leased(self) -> bool:
-        """Whether the lender has given its word."""
+        """Whether the lender's word is valid."""
         lease = self._page.fields.lease
         return lease > 0 and lease > self._clock()
 
     @property
     def kv_asked(self) -> int:
-        """Bytes of KV that the borrower asks for."""
+        """Bytes of KV that the borrower requests."""
         return 0 if self._gone() else self._page.fields.kv_asked
 
     @property
     def kv_held(self) -> int:
-        """Bytes of KV that the borrower has now, of what serving ceded."""
+        """Bytes of ceded KV that the borrower has now."""
         return 0 if self._gone() else self._page.fields.kv_held
 
     @property
     def due(self) -> float:
-        """Time at which the next token is due, as published last; inf: none is, or no borrower has asked for a pace."""
+        """Time at which the next token is due, as last published; inf: none is due, or no borrower has set a pace."""
         view, _, pace = self._said
         return view.due if pace > 0 else math.inf
 
@@ -73,21 +73,21 @@ class ServingToken:
         self._write()
 
     def publish_view(self, view: ServingView) -> None:
-        """Say this of the requests, and the same as before of all else."""
+        """Publish this view of the requests, and the rest unchanged."""
         _, kv, pace = self._said
         self.publish(view, kv, pace)
 
     def publish_kv(self, kv: KVView) -> None:
-        """Say this of the memory, and the same as before of all else."""
+        """Publish this view of the memory, and the rest unchanged."""
         view, _, pace = self._said
         self.publish(view, kv, pace)
 
     def acquire(self) -> bool:
-        """Take the device. False: it was lent meanwhile, and there is enough to spare again: publish the requests that
-        have arrived, and call again.
+        """Take the device. False: it was lent meanwhile, and serving has time to spare again; publish the newly arrived
+        requests, and call again.
 
-        A borrower that wants what serving can spare gets a moment to take it, since it cannot in the instant between
-        two steps. Serving then waits until the end of the grant, and not longer.
+        A borrower that wants the spare time gets a moment to take it, since the instant between two steps is too short.
+        Serving then waits until the end of the grant, and not longer.
         """
         if self._held:
             return True
@@ -119,7 +119,7 @@ class ServingToken:
         return self._held
 
     def can_spare(self) -> bool:
-        """Whether a borrower wants the device, and serving's last view leaves enough."""
+        """Whether a borrower wants the device, and serving's last view leaves enough time."""
         view, wish, now = self._said[0], self._page.fields.wish, self._clock()
         return (
             wish > 0
@@ -143,7 +143,7 @@ class ServingToken:
         self._page.close()
 
     def _gone(self) -> bool:
-        """Whether borrower and agent are both gone; of a borrower that is gone alone, the agent says so."""
+        """Whether borrower and agent are both gone; if only the borrower is gone, the agent reports it."""
         if self.leased:
             self._nobody = False
         elif not self._nobody and (self._page.fields.kv_asked or self._page.fields.kv_held):

@@ -1,4 +1,4 @@
-"""The terms of a loan in an engine's order, where they are plain values."""
+"""The terms of a loan in an engine's order, as plain values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A server under recorded traffic: it stands for users and their server in a run that shows lending, and in its tests.
-
-Invariant: requests come when the record says, whatever the engine is doing. The engine is vLLM with `LendingScheduler`,
-as `vllm serve` would have it; only HTTP and tokenisation are left out. A loan ends with this process: its word has to
-be renewed.
+"""A server under recorded traffic: it represents users and their server in demonstrations and tests of lending. ¶
+Invariant: requests arrive at their recorded times, whatever the engine is doing. The engine is vLLM with
+`LendingScheduler`, as in `vllm serve`; only HTTP and tokenisation are left out. A loan ends with this process: its word
+has to be renewed.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
 
 
 def _arrivals(start: StartServer) -> Iterator[_Arrival]:
-    """Arrivals from the first that is wanted, without end: the record begins again a second after its last request."""
+    """Endless arrivals from the first wanted one: the record begins again a second after its last request."""
     requests, longest, numbers = read_requests(start.traffic), start.max_model_len, count()
     first = int(start.begins * len(requests))
     skipped, whole = seconds(requests[first].arrival), seconds(requests[-1].arrival) + 1.0

@@ -1,6 +1,5 @@
-"""Limits of the turns that an engine on a lent device makes.
-
-Invariant: a turn that passes cannot fail the engine by what it asks for, so no run can end the borrower or its agent.
+"""Limits of the turns of an engine on a lent device. ¶ Invariant: no accepted turn can make the engine fail, so no run
+can end the borrower or its agent.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class TurnLimits:
     vocabulary: int
 
     def objection(self, turn: Generate, taken: Container[str]) -> str:
-        """Reason to refuse the turn; empty where it is sound. `taken` are the ids under way."""
+        """Reason to refuse the turn; empty if it is sound. `taken` are the ids in flight."""
         room = self.max_model_len - len(turn.tokens)
         wrong = (
             (not 0 < len(turn.id) <= _LONGEST_NAME, f"id has {len(turn.id)} characters; give 1 to {_LONGEST_NAME}"),

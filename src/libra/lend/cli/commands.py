@@ -58,7 +58,7 @@ def check(
     """Find how much of a serving engine's time can be lent without costing its users their SLO.
 
     The traffic is replayed at 0.1, 0.2, ... 2 times its rate, alone and with a borrower that spends every grant to its
-    end. A certificate holds up to the largest of these rates at which no request misses the SLO that meets it alone.
+    end. A certificate holds up to the largest of these rates at which lending makes no request miss its SLO.
 
     Exit status: 0 done, 2 bad input (also an SLO that serving alone misses), 3 nothing can be lent.
     """
@@ -172,11 +172,12 @@ def report(
         words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."
         typer.echo(words)
         if html is not None:
-            from libra.lend.pages.lending_section import lending_section
+            from libra.lend.pages.lending_section import lending_chapter, lending_section
             from libra.report.page import render
 
             section = lending_section([loan], "the first question")
-            write_text(html, render("lent.html", loan.name, headline=words, notices=(), tiles=(), lending=section))
+            facts = {"headline": words, "notices": (), "tiles": (), "chapter": lending_chapter(section)}
+            write_text(html, render("lent.html", loan.name, "libra.lend.pages", **facts))
         if timeline is not None:
             with writing(timeline):
                 write_loan_trace(loan, timeline)

@@ -57,7 +57,7 @@ def _lender(path: Path, key: str, pool: ServingPool, terms: LoanTerms) -> Lender
 
 
 def _rates(path: Path, key: str, terms: LoanTerms) -> tuple[tuple[float, ...], float]:
-    """Requests/s of the whole pool that the coming period may bring, and its seconds."""
+    """Requests/s of the whole pool that are possible in the coming period, and its seconds."""
     ahead = terms.traffic
     if not isinstance(ahead, TrafficLog):
         return ahead.rates, ahead.seconds

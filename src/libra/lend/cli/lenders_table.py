@@ -1,4 +1,4 @@
-"""The terminal's table of the devices that served in a simulated run."""
+"""The terminal's table of the serving devices of a simulated run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Figures of lending, from the histories of devices of a run or of a simulation.
-
-A bin of a figure is an equal part of the time from the first recorded step to the last.
+"""Figures of lending, from the histories of devices of a run or of a simulation. The bins of a figure divide the time
+from the first recorded step to the last evenly.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def versions_behind(points: Sequence[tuple[int, Sequence[int]]], x: Axis) -> Fig
 
 
 def covered(spans: Spans, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Share of each bin that is in one of the spans, which follow each other.
+    """Share of each bin that is in one of the spans, which do not overlap.
 
     >>> covered([(0.5, 1.0), (1.5, 3.0)], np.array([0.0, 1.0, 2.0, 4.0])).tolist()
     [0.5, 0.5, 0.5]
@@ -112,7 +111,7 @@ def binned(
 def _pieces(
     name: str, colour: str, points: Sequence[tuple[float, float]], edges: NDArray[np.float64], scale: float
 ) -> list[Series]:
-    """A line that is broken where a bin has nothing: what was in between is not known."""
+    """A line, broken at bins without values: the values in between are not known."""
     apart = 1.5 * (edges[1] - edges[0])
     pieces: list[list[tuple[float, float]]] = []
     last = -math.inf
@@ -162,7 +161,7 @@ def _devices(
 
 
 def _shaded(it: LoanHistory, lent: NDArray[np.float64], edges: NDArray[np.float64]) -> Iterator[LaneSpan]:
-    """Bins of one shade that follow each other are one span."""
+    """Spans of consecutive bins with one shade."""
     shades = [min(len(_SHADES) - 1, math.ceil(share * len(_SHADES)) - 1) for share in lent]
     first = 0
     for index in range(1, len(shades) + 1):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from libra.lend.pages.lending_figures import extent, lending_figures
 from libra.lend.records.loan_history import LoanHistory, MissedRequest
 from libra.report.charts import Figure
+from libra.report.page import render_chapter
 from libra.report.words import count, duration, fine_duration, percent, plural
 
 MOST_ROWS = 40  # of a table
@@ -39,6 +42,13 @@ class LendingSection:
     missed_note: str = ""
     recalls: tuple[tuple[str, ...], ...] = ()
     recalls_note: str = ""
+
+
+def lending_chapter(section: LendingSection | None, words: str = "") -> Markup:
+    """The chapter as HTML, opened by `words`; empty where there is neither."""
+    if section is None and not words:
+        return Markup()
+    return render_chapter("lending.html", "libra.lend.pages", lending=section, words=words)
 
 
 def lending_section(

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from markupsafe import Markup
+
 from libra.lend.pages.lending_figures import versions_behind
-from libra.lend.pages.lending_section import LendingSection, lending_section
+from libra.lend.pages.lending_section import LendingSection, lending_chapter, lending_section
 from libra.lend.records.loan_history import RunClock, run_loans
 from libra.records.run_log import RunLog
 from libra.records.schema import StepRecord
@@ -16,8 +18,14 @@ from libra.report.vega import Axis
 from libra.report.words import plural
 
 
-def run_lending(log: RunLog, directory: Path) -> LendingSection | None:
-    """The chapter; None if the run borrowed nothing, or made no step."""
+def run_lending(log: RunLog, directory: Path) -> Markup:
+    """The chapter; empty if the run has no lent devices."""
+    words = log.summary.lending.words if log.summary is not None and log.summary.lending is not None else ""
+    return lending_chapter(_section(log, directory), words)
+
+
+def _section(log: RunLog, directory: Path) -> LendingSection | None:
+    """None if the run borrowed nothing, or made no step."""
     borrowed = [step for step in log.steps if step.loans]
     if not borrowed:
         return None

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from libra.lend.pages.lending_section import lending_section
+from libra.lend.pages.lending_section import lending_chapter, lending_section
 from libra.lend.records.loan_history import LoanHistory
 from libra.lend.records.loan_trace import draw_loans
 from libra.lend.sim.lending import lender_outcomes
 from libra.records.trace import TraceFile
 from libra.report.page import Tile
-from libra.report.training_run_page import BorrowedChapter
+from libra.report.training_run_page import RunChapter
 from libra.report.words import count, percent, plural
 from libra.sim.training_run.outcome import SimulatedRun
 
 
-def lending_chapter(outcome: SimulatedRun) -> BorrowedChapter:
+def run_chapter(outcome: SimulatedRun) -> RunChapter:
     """The chapter of a run; empty where nothing is lent."""
     ended = outcome.steps[-1].ended
     section = lending_section(_histories(outcome), "the run began", ((ended, "ends", "the last step was made"),))
-    return BorrowedChapter(_sentences(outcome), _tiles(outcome), section)
+    return RunChapter(_sentences(outcome), _tiles(outcome), lending_chapter(section))
 
 
 def draw_lenders(trace: TraceFile, group: int, outcome: SimulatedRun) -> None:

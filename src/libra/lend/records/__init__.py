@@ -1,1 +1,1 @@
-"""Records of loans, and of what serving engines did meanwhile."""
+"""Records of loans, and of serving during them."""

@@ -103,7 +103,7 @@ class LendingAnswer(Record):
 
     @property
     def answer(self) -> Grant | Refusal:
-        """The answer of the gate. Raises ValueError where there is none."""
+        """The answer of the gate. Raises ValueError if there is none."""
         if self.granted is not None:
             return Grant(self.at + self.granted, self.granted)
         if self.refused is None:
@@ -199,8 +199,8 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
 
 
 def replay(path: Path) -> RecordReplay:
-    """Ask the same rule the same questions again. A borrower that restarted wrote its terms again, which starts a new
-    rule. Raises `RecordFormatError`."""
+    """Put the same questions to the same rule again. A borrower that restarted wrote its terms again, which starts a
+    new rule. Raises `RecordFormatError`."""
     rule: SharingRule | None = None
     different, answers = [], 0
     for number, said in enumerate(read_lending(path), start=1):

@@ -1,7 +1,7 @@
 """The history of one lent device for pages and timelines, read from the records of a run or of a borrower.
 
-Invariant: spans of one kind follow each other without overlap. Times are seconds since the run began, negative before
-that, unless stated otherwise.
+Invariant: spans of one kind follow each other without overlap. Times are seconds since the run began (negative before
+it), unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from libra.records.schema import EventRecord
 
 @dataclass(frozen=True, slots=True)
 class GrantSpan:
-    """A step of rollout, or several that were advanced together."""
+    """A step of rollout, or several that were simulated together."""
 
     start: float
     end: float
@@ -32,7 +32,7 @@ class GrantSpan:
 
 @dataclass(frozen=True, slots=True)
 class ServingSpan:
-    """A step of serving, or several that were advanced together."""
+    """A step of serving, or several that were simulated together."""
 
     start: float
     end: float
@@ -51,7 +51,7 @@ class RecallSpan:
 
 @dataclass(frozen=True, slots=True)
 class UserRequest:
-    """One request of the device's users that ended."""
+    """One ended request of the device's users."""
 
     number: int
     came: float
@@ -99,7 +99,7 @@ class LoanHistory:
 
     @property
     def late_words(self) -> str:
-        """Text on known steps of serving at which a token came after it was due."""
+        """Text on known steps of serving with a token after its due time."""
         margins = [it.margin for it in self.serving if it.margin is not None]
         if not margins:
             return "no step of serving that owed a token is known"
@@ -107,8 +107,8 @@ class LoanHistory:
         return f"at {late:,} of {len(margins):,} steps of serving a token came after it was due"
 
     def missed(self) -> list[MissedRequest]:
-        """Requests that missed their SLO. Whether lending is to blame is known if the same traffic was served alone. It
-        is also known if nothing was lent between the last idle time of serving and the miss: then it is not lending."""
+        """Requests that missed their SLO. Whether lending is to blame is known if the same traffic was served alone.
+        Lending is not to blame if nothing was lent between the last idle time of serving and the miss."""
         if self.slo is None:
             return []
         found, since, busy_until = [], 0.0, float("-inf")
@@ -163,8 +163,8 @@ def run_loans(directory: Path, clock: Clock, events: Sequence[EventRecord]) -> l
 
 
 def recorded_loan(path: Path) -> LoanHistory | None:
-    """The history from the record of a borrower alone, as an agent keeps it, in seconds since its first question. None
-    if it has no terms. Raises `RecordFormatError`."""
+    """The history from the record of a borrower alone, such as an agent's, in seconds since its first question. None if
+    it has no terms. Raises `RecordFormatError`."""
     began = next((line.at for line in read_lending(path) if not isinstance(line, LendingTerms)), 0.0)
     return _history(path.stem, path, (), lambda at: at - began, None)
 

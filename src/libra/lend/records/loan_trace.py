@@ -1,6 +1,5 @@
-"""Lent devices on a timeline: steps of rollout and serving, recalls, margins of tokens, and requests that missed.
-
-Invariant: a history of any length makes no more events than there is room for. The steps closest to each other are
+"""Lent devices on a timeline: steps of rollout and serving, recalls, margins of tokens, and requests that missed. ¶
+Invariant: the number of events is bounded, whatever the length of the history. The steps closest to each other are
 merged into one slice first, and the smallest margin of consecutive steps is kept.
 """
 
@@ -91,7 +90,7 @@ def _draw(trace: TraceFile, group: int, first: int, history: LoanHistory, most: 
 
 
 def closest_together(spans: Sequence[Span], most: int) -> list[Sequence[Span]]:
-    """At most `most` runs of consecutive spans; the spans with the smallest gaps are put together."""
+    """At most `most` runs of consecutive spans; spans with the smallest gaps are merged."""
     if not spans:
         return []
     cuts: list[int] = list(range(1, len(spans)))

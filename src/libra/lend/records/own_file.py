@@ -1,8 +1,8 @@
 """Files that only their owner may open.
 
-Invariant: a descriptor from here is of a regular file with one name, which belongs to the user of this process, and
-which no other user may read or write. No link is followed. So a file that another user prepared in a shared directory
-is never used.
+Invariant: a descriptor from here belongs to a regular file with one name, which this process's user owns, and which no
+other user may read or write. No link is followed. So a file that another user prepared in a shared directory is never
+used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Requests of a server that ended: the lines of `served-<number>.jsonl`.
+"""Ended requests of a server: the lines of `served-<number>.jsonl`.
 
-Invariant: there is a line for every request that ended, written as it ends. Times are seconds; `number` counts the
-requests of the traffic from its start, so that runs under the same traffic can be compared request by request.
+Invariant: there is a line for every ended request, written as it ends. Times are seconds; `number` counts the requests
+of the traffic from its start, so runs under the same traffic can be compared request by request.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Devices that serve and are lent, in simulated time."""
+"""Lent devices of servers, in simulated time."""

@@ -1,7 +1,7 @@
 """Certificates of a serving engine for lending: the largest load whose replay has no miss caused by lending.
 
 Invariant: every certified load was replayed against a borrower that spends every grant to its end, and compared with
-the same arrivals served alone. The queue of an envelope is no longer than the bound of a first token allows.
+the same arrivals served alone. The queue of an envelope is within the bound of a first token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MISSED_ALONE = 0.01  # share of requests: serving that misses an SLO alone more 
 
 
 class NothingToLendError(ValueError):
-    """No load leaves anything to lend under the SLO. One line, with the remedy."""
+    """No load leaves time to lend under the SLO. One line, with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def certify(
     loads: Sequence[float],
     progress: Callable[[LoadTrial], None] | None = None,
 ) -> tuple[Certificate, ...]:
-    """A certificate for each `use` that has one: its largest load of `loads` below which every load holds, too.
+    """A certificate for each `use` that has one: the largest of `loads` up to which every load holds.
 
     Raises NothingToLendError, with the reason for refusing the lightest load, if there is none. Raises ValueError if
     serving alone misses the SLO even at that load: then the engine cannot meet this SLO, with or without lending.

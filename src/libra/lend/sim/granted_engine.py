@@ -1,7 +1,7 @@
 """A rollout engine on a device that serves: an iteration begins only with a grant.
 
-Invariant: arrivals of serving do not depend on rollout, and no serving step waits for more than the iteration that is
-under way. Iterations on consecutive grants are advanced together; no caller sees a difference.
+Invariant: arrivals of serving do not depend on rollout, and a serving step waits at most for the iteration in progress.
+Iterations on consecutive grants are simulated together, without a visible difference.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ _HORIZON = 30.0  # seconds over which the granted share is averaged
 
 
 class LenderDevice:
-    """A serving engine's device, lent or not: it outlives the engines that borrow it.
-
-    `share` is the share of time that is granted while rollout has work: of the latest seconds, or at first the expected
-    one. `exact` makes every step of serving: the same outcome, slower. The history of a `watched` device is kept.
-    """
+    """A serving engine's device, lent or not: it outlives the engines that borrow it. `share` is the share of time that
+    is granted while rollout has work: in the latest seconds, or at first the expected one. `exact` simulates every step
+    of serving: the same outcome, slower. `watched` keeps the history."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class LenderDevice:
 
     @property
     def recalled(self) -> str | None:
-        """Why the device is not lent; None: it is."""
+        """Reason why the device is not lent; None: it is."""
         return None if self._watched is None else self._watched.recall.recalled
 
     def memory(self, now: int) -> int | None:
@@ -77,7 +75,7 @@ class LenderDevice:
         return blocks
 
     def ask(self, now: int) -> Grant | Refusal:
-        """Decide whether rollout gets the device next, which is free now."""
+        """Decide whether rollout gets the device, which is free now, next."""
         self.tenant.arrive(now)
         return self.decide(self.tenant.view(self._since), now)
 
@@ -97,10 +95,8 @@ class LenderDevice:
         self.at, self._since = end, 0
 
     def serve(self) -> None:
-        """Make a serving step, or wait for the next request.
-
-        Raises RuntimeError if none comes: then no rollout step fits even the longest grant.
-        """
+        """Make a serving step, or wait for the next request. Raises RuntimeError if no request comes: then no rollout
+        step fits even the longest grant."""
         end = self.tenant.step(self.at)
         if end is None:
             end = self.tenant.next_arrival
@@ -115,8 +111,8 @@ class LenderDevice:
         self._averaged, self._lent = end, self.lent
 
     def serve_alone(self, now: int) -> None:
-        """Serve, while rollout has nothing to do, until the device is free at `now` or later. The load is watched as
-        requests come."""
+        """Serve, while rollout has nothing to do, until the device is free at `now` or later. The load is checked as
+        requests arrive."""
         tenant = self.tenant
         if self.at >= now:
             return
@@ -132,7 +128,7 @@ class LenderDevice:
         self._averaged, self._lent = self.at, self.lent
 
     def serve_out(self, now: int) -> list[Request]:
-        """Serve alone until all requests that came by `now` have finished. Returns these."""
+        """Serve alone until all requests that arrived by `now` have finished. Returns these."""
         self.serve_alone(now)
         if self.tenant.arrive(self.at):
             self.decide(self.tenant.view(self._since), self.at)
@@ -159,11 +155,9 @@ class LenderDevice:
 
 @dataclass(slots=True, eq=False, repr=False)
 class GrantedEngine(SimEngine):
-    """The rollout engine of one loan. It calls `recalled` with the tick when the loan is recalled: the owner of the
-    engine then closes it.
-
-    While serving has the device the engine waits; calls to it meanwhile take effect when serving's step has ended.
-    """
+    """The rollout engine of one loan. On a recall of the loan it calls `recalled` with the tick, and the owner of the
+    engine then closes it. While serving has the device the engine waits; calls meanwhile take effect at the end of
+    serving's step."""
 
     _: KW_ONLY
     device: LenderDevice
@@ -185,11 +179,11 @@ class GrantedEngine(SimEngine):
             self.pool.resize(self.device.tenant.kv.own)
 
     def token_seconds(self, now: int) -> float:
-        """Like `SimEngine.token_seconds`, at the share of time that is granted."""
+        """Like `SimEngine.token_seconds`, at the granted share of time."""
         return SimEngine.token_seconds(self, now) / self.device.share
 
     def recall_rate(self, now: int) -> float:
-        """Recalls a second, as so far."""
+        """Recalls per second so far."""
         return self.device.recalls / seconds(now) if now else 0.0
 
     @property
@@ -234,8 +228,8 @@ class GrantedEngine(SimEngine):
         return self.end
 
     def _fit_memory(self, now: int) -> bool:
-        """Set the blocks to those there are: if they are fewer, stop the turns that were admitted last. Returns whether
-        they hold the longest turn."""
+        """Set the blocks to the available ones: if they are fewer, stop the turns that were admitted last. Returns
+        whether they hold the longest turn."""
         blocks = self.device.memory(now)
         if blocks is not None and blocks != self.pool.blocks:
             while self.pool.held > blocks:
@@ -262,7 +256,7 @@ class GrantedEngine(SimEngine):
         return True
 
     def _cut_run(self) -> None:
-        """Keep the planned iterations for which grants follow each other, as if a grant were requested for each."""
+        """Keep the planned iterations whose grants are consecutive, as if each requested a grant."""
         device, steps = self.device, 1
         following = device.tenant.next_arrival
         view = device.tenant.view(0)

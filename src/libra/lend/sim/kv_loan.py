@@ -1,7 +1,6 @@
-"""KV memory of one device that serves, as it changes hands between the serving engine and the rollout engine.
-
-Invariant: serving decides as if there were no loan. It takes the blocks for a step at once, and rollout gives up that
-memory at its next look: at the end of its step, which is at most a grant later.
+"""KV memory of one serving device, as it changes hands between the serving engine and the rollout engine. ¶ Invariant:
+serving decides as if there were no loan. It takes the blocks for a step at once, and rollout returns that memory at its
+next look: at the end of its step, at most a grant later.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class KVTerms:
 
 
 class KVLoan:
-    """Both ends of a loan of KV memory, as `CededKV` and `BorrowedKV` of the executor are for two vLLM engines.
-    `serving` is the serving engine, `rollout` describes the rollout engine: its blocks are the addresses that it has,
-    and its `max_model_len` is the longest turn. Raises ValueError as `KVLimits` does."""
+    """Both ends of a loan of KV memory, like `CededKV` and `BorrowedKV` for two vLLM engines. `serving` is the serving
+    engine. `rollout` describes the rollout engine: its blocks are its addresses, and its `max_model_len` is the longest
+    turn. Raises ValueError like `KVLimits`."""
 
     def __init__(self, terms: KVTerms, serving: SimEngine, rollout: EngineConfig) -> None:
         config = serving.config
@@ -59,7 +58,8 @@ class KVLoan:
         return self.own * self._terms.rollout
 
     def served(self, free: int) -> None:
-        """Note that serving makes a step with `free` blocks free, ceded or not: it takes back what it uses."""
+        """Note that serving makes a step with `free` blocks free, ceded or not: it takes back the blocks that it
+        uses."""
         if free < self.ceded:
             self.ceded = free
             self.both = max(self.both, self._held - free)
@@ -80,7 +80,7 @@ class KVLoan:
 
     @property
     def _held(self) -> int:
-        """Blocks of serving that rollout has."""
+        """Serving's blocks that rollout has."""
         return -(-max(0, self.own * self._terms.rollout - self._terms.beside) // self._terms.serving)
 
     def _cede(self) -> None:

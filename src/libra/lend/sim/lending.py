@@ -1,7 +1,7 @@
 """The lent engines of a simulated run: the current loans, the recalls, and the weights of the engines.
 
-Invariant: an engine takes turns only with weights that are no older than those that the turn's group began with. No
-version waits for lent engines. A recall loses no token: turns continue elsewhere at the same tick.
+Invariant: an engine takes only turns whose group began with its weights or older ones. No version waits for lent
+engines. A recall loses no token: turns continue on other engines at the same tick.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LenderOutcome:
-    """Outcome of one lender in a run; requests are those that came before its end."""
+    """Outcome of one lender in a run; requests are those that arrived before its end."""
 
     name: str
     requests: int
@@ -89,7 +89,7 @@ class Lending:
     """Adds lent engines to a cluster, closes and adds them as devices are recalled and lent, and sends them weights."""
 
     def __init__(self, tenancy: Tenancy, cluster: SimCluster, load: Pause, *, exact: bool) -> None:
-        """`load` is the pause in which an engine takes new weights."""
+        """`load` is the pause in which an engine loads new weights."""
         self._tenancy, self._cluster, self._load, self._exact = tenancy, cluster, load, exact
         self._wanted: dict[str, EngineSpec] = {}
         self._named: set[str] = set()  # all names that were ever wanted
@@ -173,7 +173,7 @@ class Lending:
     # Weights
 
     def made(self, version: int, now: int) -> None:
-        """Note that a version is made. It is sent once the one before it has arrived; others in between are skipped."""
+        """Note a new version. It is sent once the one before it has arrived; versions in between are skipped."""
         self._newest = version
         for it in self._lenders.values():
             if it.device.tenant.kv is not None:
@@ -209,7 +209,7 @@ class Lending:
 
 
 def _device(serving: ServingDevice, spec: EngineSpec, exact: bool, watched: bool) -> LenderDevice:
-    """The device of a lender. `spec` is of the engine that borrows it."""
+    """The device of a lender. `spec` describes the engine that borrows it."""
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
     tenant = ServingTenant(case.spec, serving.arrivals(), pace=pace, prompt=case.prompt)
@@ -244,7 +244,7 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
 
 
 def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
-    """Those of the first `came` requests that miss their SLO if nothing is lent."""
+    """Those of the first `came` requests that miss their SLO without lending."""
     case = serving.case
     cluster = SimCluster([case.spec], Requests(lambda: islice(serving.arrivals(), came), {}))
     cluster.run()

@@ -1,6 +1,6 @@
 """Recorder of the history of a lent device, step by step, for display.
 
-Invariant: watching changes nothing in the simulation. Steps that were advanced together are one span, with the closest
+Invariant: recording does not change the simulation. Steps that were simulated together are one span, with the smallest
 of their margins.
 """
 
@@ -22,7 +22,7 @@ _NAMES = {ServeFirst: "serve-first", Alternate: "naive", PositiveSlack: "publish
 
 
 class LoanWatch:
-    """Recorder for a device that is shared by `rule`. Times are ticks, those of the history seconds."""
+    """Recorder for a device shared by `rule`. Times are ticks, those of the history seconds."""
 
     def __init__(self, rule: SharingRule) -> None:
         self._rule, self._envelope = rule, rule.envelope if isinstance(rule, WatchedRule) else None
@@ -48,7 +48,7 @@ class LoanWatch:
         self._grants.append(GrantSpan(seconds(start), seconds(end), granted))
 
     def served(self, start: int, end: int, sequences: int, margin: float) -> None:
-        """Note that serving had the device. Its closest token came `margin` ticks before it was due; inf: none."""
+        """Note that serving had the device. Its smallest token margin was `margin` ticks; inf: no token was due."""
         self._granted = 0.0
         known = None if margin == math.inf else margin / TICKS
         self._serving.append(ServingSpan(seconds(start), seconds(end), sequences, known))
@@ -70,7 +70,7 @@ class LoanWatch:
         requests: Iterable[Request],
         blamed: frozenset[int] | None,
     ) -> LoanHistory:
-        """The history so far. `requests` are those of users that finished, in the order of their arrival."""
+        """The history so far. `requests` are the users' finished ones, in the order of their arrival."""
         return LoanHistory(
             name,
             _NAMES.get(type(self._rule), "gate"),

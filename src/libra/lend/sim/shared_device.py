@@ -1,7 +1,7 @@
 """A serving engine and the borrower of its device, one step at a time.
 
-Invariant: the next step's owner is decided between two steps, from the state that serving reports. A step or a grant
-that has begun is never cut. Serving runs whenever nothing is granted.
+Invariant: the next step's owner is decided between two steps, from the state that serving reports. A step or a grant in
+progress is never cut. Serving runs whenever nothing is granted.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class SpendsAll:
 
 
 class RolloutBorrower:
-    """A rollout engine with `turns` turns always under way, made by `next_turn`. A step computes the tokens that fit
+    """A rollout engine with `turns` turns always in flight, made by `next_turn`. A step computes the tokens that fit
     into the grant: decoding first, then the next chunk of a prompt."""
 
     def __init__(self, spec: EngineSpec, turns: int, next_turn: Callable[[int, int], Request]) -> None:
-        """`next_turn(number, now)` makes the request that follows one that has ended."""
+        """`next_turn(number, now)` makes the request that follows an ended one."""
         self.engine = SimEngine(spec.config, spec.cost, exact=True)
         self.generated = 0
         self._turns, self._next_turn, self._made = turns, next_turn, 0

@@ -1,6 +1,5 @@
-"""Token budgets of a rollout step that fit a grant.
-
-If not all requests can decode in time, those that were admitted first do, as vLLM schedules them.
+"""Token budgets of a rollout step that fit a grant. If not all requests can decode in time, those admitted first do, as
+in vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class StepBudgets:
         self._cut: dict[int, EngineConfig] = {}  # by number of decoding requests
 
     def fitting(self, engine: EngineState, grant: int) -> EngineConfig | None:
-        """The largest configuration with which the next step takes at most `grant` ticks; None: there is none."""
+        """The largest configuration whose next step takes at most `grant` ticks; None: there is none."""
         widest, generation = self._configs[0], engine.flight.generation
         decoding, context = generation.count, generation.context
         if decoding and _decodes_only(engine, widest.max_num_seqs):
@@ -46,8 +45,8 @@ class StepBudgets:
         return self._some(engine, grant)
 
     def _some(self, engine: EngineState, grant: int) -> EngineConfig | None:
-        """The configuration for the most requests that can decode in time, and nothing else; None: there are none.
-        Their contexts are assumed to be those of all."""
+        """The configuration for the most requests that can decode in time, without prefill; None: there are none. Each
+        is assumed to have the total context."""
         context = engine.flight.generation.context
 
         def ticks(decoding: int) -> int:

@@ -1,7 +1,7 @@
 """Serving on the devices that a plan borrows.
 
-Invariant: the plan determines which engines are lent and which contexts they take; serving on their devices determines
-only when they may compute.
+Invariant: the plan determines the lent engines and their contexts; serving on their devices determines only when they
+may compute.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ServingDevice:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """The devices that serve, by the names of the engines that borrow them. A lent engine that is not among them has
-    its device to itself, `start` seconds after it is wanted."""
+    """The serving devices, by the names of the engines that borrow them. A lent engine that is not among them has its
+    device to itself, `start` seconds after the request for it."""
 
     devices: Mapping[str, ServingDevice]
     start: float = 0.0
@@ -70,7 +70,7 @@ class Tenancy:
 
 @dataclass(frozen=True, slots=True)
 class TenantEngine:
-    """The serving engine on the devices of a pool, each of which gets this traffic."""
+    """The serving engine on each device of a pool; every device gets this traffic."""
 
     spec: EngineSpec
     model: str
@@ -85,8 +85,8 @@ def tenancy_of(
 ) -> Tenancy:
     """Tenancy of a plan: on each device that it borrows, the gate inside its certificate's envelope. `serving` has the
     serving engine of each pool, by name. Devices begin at evenly spaced moments of the traffic. A version takes the
-    time that the pool's network needs for all of it. With a `quota` a lent engine has the KV memory that the serving
-    engine does not use or cedes at the time, at most what the plan counts on; without one it always has the latter.
+    time to cross the pool's network whole. With a `quota` a lent engine has the KV memory that serving currently cedes,
+    up to the plan's amount; without one it always has the plan's amount.
 
     Raises ValueError if another engine serves than the certified one, or `serving` lacks a pool.
     """
@@ -113,7 +113,7 @@ def tenancy_of(
 
 def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) -> KVTerms:
     """The KV memory of both engines. The serving engine has the memory of its description, all of its KV blocks
-    included. Raises ValueError if that leaves no room for the weights of the other."""
+    included. Raises ValueError if that leaves no room for the other's weights."""
     model, recipe, tp = request.model, request.recipe, lent.lender.devices
     quantization = rollout_quantization(recipe)
     held = held_bytes(model, tp, batched_tokens=lent.batched_tokens, quantization=quantization)

@@ -28,7 +28,7 @@ _CONTEXT_PAGE = 4096  # tokens
 class EngineServingCost:
     """Bounds on the steps of a simulated serving engine.
 
-    `budget` is `max_num_batched_tokens`, `prompt` the tokens of the longest prompt that may come.
+    `budget` is `max_num_batched_tokens`, `prompt` the tokens of the longest possible prompt.
     """
 
     def __init__(self, cost: IterationCost, budget: int, prompt: int) -> None:
@@ -37,7 +37,7 @@ class EngineServingCost:
 
     def longest_step(self, view: ServingView) -> int:
         """Ticks of the longest step: all live requests decode a token each, and the rest of the budget is the last
-        chunk of the longest prompt, whose attention costs most. Contexts are rounded up, so that few steps have to be
+        chunk of the longest prompt, whose attention costs most. Contexts are rounded up, so few steps have to be
         priced."""
         pages = -(-(view.context + view.live + self._prompt) // _CONTEXT_PAGE)
         longest = self._longest.get((view.live, pages))
@@ -62,10 +62,8 @@ class EngineServingCost:
 
 
 class ServingTenant:
-    """A serving engine and its requests, in the order of arrival: made as they are taken.
-
-    `pace` is tau, in ticks; `prompt` the longest prompt's tokens.
-    """
+    """A serving engine and its requests in the order of arrival, made as they are taken. `pace` is tau, in ticks;
+    `prompt` the longest prompt's tokens."""
 
     def __init__(self, spec: EngineSpec, requests: Iterable[Request], *, pace: int, prompt: int) -> None:
         self.engine = SimEngine(spec.config, spec.cost, exact=True)
@@ -88,7 +86,7 @@ class ServingTenant:
 
     @property
     def next_arrival(self) -> int | None:
-        """Tick of the next request; None: all have come."""
+        """Tick of the next request; None: all have arrived."""
         return None if self._next is None else self._next.arrival
 
     @property
@@ -97,7 +95,7 @@ class ServingTenant:
         return bool(self._waiting or self._decoding)
 
     def arrive(self, now: int) -> bool:
-        """Submit the requests that have come by `now`. Returns whether any did."""
+        """Submit the requests that have arrived by `now`. Returns whether there were any."""
         before = self._next
         while self._next is not None and self._next.arrival <= now:
             request, self._next = self._next, next(self._coming, None)
@@ -113,7 +111,8 @@ class ServingTenant:
         return None if end is None else self._made(now, end)
 
     def steps_until(self, now: int, until: int) -> int | None:
-        """Make steps from now on, up to the first end at or after `until` or the next arrival. Same as `step` calls."""
+        """Make steps from now on, until the first end at or after `until` or the next arrival. Equal to repeated `step`
+        calls."""
         engine = self.engine
         engine.most_steps = UNLIMITED
         end = engine.plan(now)
@@ -125,7 +124,7 @@ class ServingTenant:
         return self._made(now, engine.end)
 
     def uncover(self) -> None:
-        """Note that the load is outside its envelope: no certificate covers the requests that are present."""
+        """Note that the load is outside its envelope: no certificate covers the present requests."""
         self.uncovered.update(it.number for it in self._waiting)
         self.uncovered.update(it.number for it in self._decoding)
 
@@ -158,8 +157,8 @@ class ServingTenant:
             heapify(self._due)
 
     def _closest(self, due: float, end: int) -> float:
-        """Ticks by which the closest token of the steps that end now comes before it is due; the first one is due at
-        `due`. In each piece steps grow evenly, so the closest is at one of its ends."""
+        """Smallest margin, in ticks, of the tokens of the steps that end now; the first one is due at `due`. In each
+        piece steps grow evenly, so the smallest margin is at one of its ends."""
         steps, pieces = self.engine.steps, self.engine.pieces
         if not steps:
             return due - end
@@ -205,7 +204,7 @@ class Misses:
 
 def misses(requests: Iterable[Request], ttft: float, tpot: float) -> Misses:
     """The requests that took more than `ttft` seconds to the first token, or more than `tpot` seconds per later token
-    on average. A request that was refused missed both."""
+    on average. A refused request misses both."""
     late, slow = set(), set()
     for request in requests:
         if request.first_token is None or request.finish is None:

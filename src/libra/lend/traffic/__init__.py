@@ -1,1 +1,1 @@
-"""Traffic of serving engines: its load, the certified envelope of a load, and its forecast."""
+"""Traffic of serving engines: its load, the certified envelope of loads, and its forecast."""

@@ -19,7 +19,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The largest load that a certificate covers, each part by itself. Raises ValueError."""
+    """The largest load that a certificate covers, part by part. Raises ValueError."""
 
     rate: float
     queued: int
@@ -53,10 +53,9 @@ class Envelope:
 
 
 class RateWindow:
-    """Requests a second over the last `window` seconds, from the count of all that ever came. Requests before the first
-    call do not count. Times never fall; the count falls if the engine was restarted, which begins a new window. After
-    more than a window without a call, requests are assumed to have come evenly meanwhile.
-    """
+    """Requests a second over the last `window` seconds, from the total count. Requests before the first call do not
+    count. Times never fall; the count falls if the engine was restarted, which begins a new window. After more than a
+    window without a call, requests are assumed to have arrived evenly meanwhile."""
 
     def __init__(self, window: float) -> None:
         if not window > 0:

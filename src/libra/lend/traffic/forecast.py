@@ -1,7 +1,7 @@
 """Forecast of traffic: the season, the recent level, and the errors of past forecasts.
 
-Invariant: the stated error of a forecast is that of its own past forecasts, made the same way from what was known then.
-Before there are enough of them there is no forecast.
+Invariant: the stated error of a forecast is that of its own past forecasts, made the same way from the data at that
+time. Before there are enough of them there is no forecast.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class RateForecast:
 class TrafficForecast:
     """Forecast of the rates of bins of equal length, from earlier ones.
 
-    The forecast of a bin is its season times the level. The season is an exponentially weighted mean, over the periods
-    before, of the rate of the same bin over its period's mean (ones until a period is over); the level is one of the
-    recent rates over their season (Holt & Winters' multiplicative form, without a trend).
+    The forecast of a bin is its season times the level. The season is an exponentially weighted mean, over earlier
+    periods, of the rate of the same bin over its period's mean (ones until a period is over). The level is such a mean
+    of recent rates over their season (Holt & Winters' multiplicative form, without a trend).
     """
 
     def __init__(self, bin_seconds: float, period_bins: int, *, level_weight: float = 0.3, season_weight: float = 0.3):

@@ -1,7 +1,6 @@
-"""A split of the GPUs that a team runs, beside a plan: how long its step takes, and which side waits in it.
-
-Invariant: the split's engines and layouts are the best for its two numbers, priced as the plan is. So a difference is
-that of the split, not of how it is used.
+"""A team's own split of its GPUs, compared with a plan: its step, and the side that waits in it. ¶ Invariant: the
+split's engines and layouts are the best for its two numbers, priced like the plan. So a difference is due to the split,
+not to its use.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class SplitStep:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """The best step of a split, beside the plan's."""
+    """The best step of a split, and the plan's."""
 
     split: SplitStep
     plan: SplitStep
@@ -65,11 +64,9 @@ def parse_split(text: str) -> OwnSplit:
 
 
 def against(plan: Plan, own: OwnSplit) -> Against:
-    """The plan's request on `own.train` + `own.generate` GPUs, divided as that says.
-
-    Raises `ConfigError` where that is no number of whole nodes or nothing trains on `own.train` GPUs, ValueError for
-    the plan of a run on one machine, `InfeasiblePlanError` where the engines left do not hold the longest context.
-    """
+    """The plan's request on `own.train` + `own.generate` GPUs, divided accordingly. Raises `ConfigError` if that is no
+    number of whole nodes or no layout trains on `own.train` GPUs, ValueError for the plan of a run on one machine,
+    `InfeasiblePlanError` if the remaining engines do not hold the longest context."""
     request = plan.of_cluster
     if request.recipe.mode == "colocated":
         raise ConfigError("--against: in a colocated plan all GPUs do both; give a plan of another mode")

@@ -30,12 +30,10 @@ class Alternative:
 def relaxations(
     problem: Problem, larger: Mapping[str, Problem], staler: Problem | None = None
 ) -> Iterator[Alternative]:
-    """Every constraint that can be relaxed, by one unit or, where it has none, altogether.
-
-    `larger[pool]` is the problem priced again with one more node in the pool; for a pool without it the node is added
-    and the menu stays, so that larger training layouts are missing. `staler` is the problem priced again with one more
-    version of staleness; without it the menu stays, though more trajectories are then in flight.
-    """
+    """Every constraint that can be relaxed, by one unit or, without a unit, completely. `larger[pool]` is the problem
+    priced again with one more node in the pool. For other pools the node is added to the same menu, so larger training
+    layouts are missing. `staler` is the problem priced again with one more version of staleness; without it the menu
+    stays, though more trajectories are then in flight."""
     for pool in problem.pools:
         pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
         each = f"one more node of {pool.name} ({pool.devices_per_node:,} devices)"
@@ -98,15 +96,16 @@ def _without_longest(problem: Problem) -> Problem:
 
 
 def _holding(problem: Problem, at_least: int) -> Problem:
-    """The problem in which every engine that is not lent and holds `at_least` tokens holds the longest context, too."""
+    """The problem in which every engine of the run's own that holds `at_least` tokens also holds the longest
+    context."""
     longest, lent = problem.longest_context, problem.lent
     engines = (replace(o, holds=longest) if o.shape not in lent and o.holds >= at_least else o for o in problem.engines)
     return replace(problem, engines=tuple(engines))
 
 
 def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST_SPLITS) -> tuple[Split, ...]:
-    """Splits by pool and devices that train. If there are more than `most`, evenly spread ones including both ends, and
-    that of the plan's `own` option.
+    """Splits by pool and devices that train. If there are more than `most`, evenly spread ones including both ends and
+    the plan's `own`.
 
     Splits that leave no engine for the longest context are left out.
     """

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from libra.config.rooms import offered
 from libra.plan.allocation import Allocation
 from libra.plan.explain.alternatives import Alternative, relaxations, restrictions, splits, without_strays
 from libra.plan.explain.explanation import (
@@ -21,7 +22,6 @@ from libra.plan.explain.explanation import (
     SmallerCluster,
 )
 from libra.plan.explain.framework_cost import framework_cost
-from libra.plan.explain.lenders import lender_views
 from libra.plan.explain.views import bound_of, bucket_views, plan_view, pool_views
 from libra.plan.explain.what_if import one_node_fewer, one_node_more, one_version_more, smallest_cluster
 from libra.plan.model.solve import solve
@@ -55,7 +55,7 @@ def explain_plan(plan: Plan) -> Explanation:
         rejected=(*request.rejected_layouts(), *menu.rejected),
         fewer_nodes=one_node_fewer(request, plan.predicted.step),
         smallest=smallest_cluster(request, plan.predicted.step),
-        lenders=lender_views(menu, plan.allocation),
+        lenders=(it for views in offered("explained lenders") for it in views(menu, plan.allocation)),
     )
     return replace(explanation, framework=framework_cost(plan))
 
@@ -79,10 +79,10 @@ def explain(
 ) -> Explanation:
     """Explain a solution of the problem by solving it again, with one thing changed at a time.
 
-    `larger[pool]` is the problem priced again with one more node in that pool; without it the node is added and the
-    menu stays, so that larger training layouts are missing. `staler` is the problem priced again with one more version
-    of staleness; without it prices stay as they are. A caller that can price other clusters gives `fewer_nodes` and
-    `smallest`, one that has the menu gives `lenders`. Raises ValueError if the solution's allocation does not fit the
+    `larger[pool]` is the problem priced again with one more node in that pool; without it the node is added to the same
+    menu, so larger training layouts are missing. `staler` is the problem priced again with one more version of
+    staleness; without it prices stay as they are. A caller that can price other clusters gives `fewer_nodes` and
+    `smallest`; one with the menu gives `lenders`. Raises ValueError if the solution's allocation does not fit the
     problem.
     """
     allocation, step = solution.allocation, price(problem, solution.allocation).step

@@ -1,8 +1,8 @@
 """The values of an explanation.
 
-Invariant: every number is the price of an allocation that fits, or the answer of a solver to the problem with one thing
-changed; nothing is estimated. The values hold no solver object, and `dataclasses.asdict` turns them into JSON values.
-Times are seconds, losses and gains are fractions of the plan's step.
+Invariant: every number is the price of a feasible allocation, or a solver's answer to the problem with one change;
+nothing is estimated. The values hold no solver object, and `dataclasses.asdict` turns them into JSON values. Times are
+seconds, losses and gains are fractions of the plan's step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PlanView:
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """The best plan that decides one thing differently; None where only this decision leaves a plan."""
+    """The best plan with one decision changed; None if only this decision permits a plan."""
 
     decision: str
     plan: PlanView | None
@@ -122,8 +122,8 @@ class RejectedKind:
 class Split:
     """One training option, and the best generation on the devices that it leaves.
 
-    `generation` is the step that engines and the longest trajectory keep if training delays publication but bounds
-    nothing. Synchronous training waits for it, so `step` is then a sum; else `step` is the larger of the two.
+    `generation` is the step by engines and the longest trajectory alone, if training only delays publication.
+    Synchronous training waits for it, so `step` is then a sum; else `step` is the larger of the two.
     """
 
     layout: str
@@ -136,7 +136,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class LenderView:
-    """A pool that serves, and the value of its loan. Seconds are of a step."""
+    """A pool that serves, and the value of its loan. Seconds are per step."""
 
     pool: str
     engines: int  # that the plan borrows

@@ -1,4 +1,4 @@
-"""Cost of planning for a framework: the predicted step of what it can do, against that of any plan."""
+"""Cost of planning for a framework: its predicted step, compared with that of the best plan without a framework."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class FrameworkCost:
 
     @property
     def share(self) -> float:
-        """Share by which the step is longer than without the framework."""
+        """Share by which the framework makes the step longer."""
         return self.step / self.free - 1 if self.free > 0 else 0.0
 
 
 def framework_cost(plan: Plan) -> FrameworkCost | None:
-    """The cost of the framework that the plan was made for, by solving its request once more without it; None where the
-    request names no framework."""
+    """The cost of the plan's framework, by solving its request once more without it; None if the request names no
+    framework."""
     if plan.request.kind != "cluster" or plan.request.recipe.framework is None:
         return None
     request, recipe = plan.request, plan.request.recipe.without_framework()

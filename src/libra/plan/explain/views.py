@@ -1,8 +1,8 @@
 """Views of an allocation that fits, without solving anything: the parts of its step, the work of each bucket and pool,
 and reasons for idle devices.
 
-Invariant: a reason to idle holds for every engine of the pool. It says what keeps all of them from serving any class
-within the plan's step, or that they could serve some but would not shorten it.
+Invariant: a reason to idle holds for every engine of the pool. It names the obstacle to serving any class within the
+plan's step, or says that they could serve some but would not shorten it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, 
 
 
 def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Rejected] = ()) -> tuple[PoolView, ...]:
-    """The use of each pool's devices. `rejected` are shapes that are no option, named `POOL/...`."""
+    """The use of each pool's devices. `rejected` are shapes that are not options, named `POOL/...`."""
     used = devices_used(problem, allocation)
     views = []
     for pool in problem.pools:
@@ -93,7 +93,7 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
 
 
 def _in_turns(devices: int, training: int, generating: int, layout: str, why: str) -> str:
-    """Text for devices that are idle in a phase of a colocated step; `why` is the reason why they do not generate."""
+    """Text for devices that are idle in one phase of a colocated step; `why` is the reason why they do not generate."""
     phases = []
     if generating < devices:
         phases.append(f"{devices - generating:,} through the rollout: {why}")

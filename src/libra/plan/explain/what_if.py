@@ -1,4 +1,5 @@
-"""A request changed to another cluster or recipe: by text such as `gpus=64`, or with more nodes, fewer, or staler.
+"""A request changed to another cluster or recipe: by text such as `gpus=64`, with more or fewer nodes, or with more
+staleness.
 
 Invariant: only the named values change, and an unknown name is refused with the known ones.
 """
@@ -86,7 +87,8 @@ def _value(text: str) -> Any:
 
 
 def held_fixed(before: Recipe, after: Recipe) -> str:
-    """A note on what stays as in the plan although a plan from the log would change it; empty if nothing does."""
+    """A note on settings that stay as in the plan although a plan from the log would change them; empty if there are
+    none."""
     if before.batch == after.batch:
         return ""
     return (
@@ -96,10 +98,8 @@ def held_fixed(before: Recipe, after: Recipe) -> str:
 
 
 def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
-    """The plan for another number of nodes or another recipe, all else as it was; groups stay where they can.
-
-    Raises ValueError for the plan of a run on one machine, or when the cluster has a class of nodes without a profile.
-    """
+    """The plan for another number of nodes or another recipe, with the rest unchanged; groups stay where possible.
+    Raises ValueError for the plan of a run on one machine, or if the cluster has a class of nodes without a profile."""
     request = plan.request
     if isinstance(request, SlotRequest):
         raise ValueError("this is the plan of a run on one machine; change the run's configuration and plan again")
@@ -149,8 +149,8 @@ def one_node_fewer(request: ClusterRequest, step: float) -> Iterator[SmallerClus
 
 
 def smallest_cluster(request: ClusterRequest, step: float) -> SmallerCluster | None:
-    """The cluster with the same step in which no class can give back another node: one class after the other, the
-    fewest nodes by bisection, as fewer nodes never make a step shorter."""
+    """The cluster with the same step from which no class can give back a node: one class after the other, the fewest
+    nodes by bisection, as fewer nodes never make a step shorter."""
     kept = {nodes.name: nodes.count for nodes in request.cluster.nodes}
     found = None
     for nodes in request.cluster.nodes:
@@ -196,7 +196,7 @@ def one_version_more(request: ClusterRequest) -> Problem | None:
 
 
 def one_node_more(request: ClusterRequest) -> dict[str, Problem]:
-    """The problem with one more node, by class of nodes; left out where even that cannot train or generate."""
+    """The problem with one more node, by class of nodes; classes that still cannot train or generate are left out."""
     larger: dict[str, Problem] = {}
     for nodes in request.cluster.nodes:
         cluster = override(request.cluster, {nodes.name: nodes.count + 1})

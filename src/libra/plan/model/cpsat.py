@@ -1,6 +1,6 @@
 """The allocation problem for a step of given length, as a CP-SAT model. Read `StepModel` from top to bottom.
 
-Notation and names of constraints are those of `libra.plan.problem`. Invariant: for a given step the prices have become
+Notation and names of constraints are those of `libra.plan.problem`. Invariant: for a given step the prices are
 integers, `need[c, s, i, j]` engines (`libra.plan.model.ranges`), so all coefficients are devices or engines, nothing is
 rounded, and every answer is exact. `libra.plan.model.solve` chooses the lengths of the step to solve for.
 
@@ -136,8 +136,8 @@ class StepModel:
             self.cp.add(self.n[s] <= self.most[s] * _sum(self._ranges_of(s))).with_name(f"no_stray_engines[{s}]")
 
     def devices(self) -> None:
-        """For each pool p, generating[p] + training[p] <= devices[p]; each by itself without own_devices (colocated);
-        = with no_idle_devices, of a pool that serves = or none"""
+        """For each pool p, generating[p] + training[p] <= devices[p]; without own_devices (colocated) each of the two
+        separately; with no_idle_devices = instead of <=, on a serving pool = or none"""
         for pool in self.problem.pools:
             name = f"devices[{pool.name}]"
             generating = sum(self.uses[s][pool.name] * self.n[s] for s in self.shapes if pool.name in self.uses[s])
@@ -159,7 +159,8 @@ class StepModel:
                 self.cp.add(generating + training <= pool.devices).with_name(name)
 
     def different(self, excluded: Allocation) -> None:
-        """Fewer engines of some shape than the excluded allocation has, or training with fewer devices or elsewhere"""
+        """Fewer engines of some shape than in the excluded allocation, or training with fewer devices or on another
+        pool"""
         option = training_option(self.problem, excluded)
         assert option is not None  # it fits
         less = [x for c, x in zip(self.candidates, self.x, strict=True) if not _trains_alike(c.training, option)]
@@ -184,7 +185,7 @@ class StepModel:
         return self._moves() * per_move + devices * per_device + buckets * per_bucket + order
 
     def _moves(self) -> Any:
-        """Engines and replicas to start, and one more for other buckets; 0 where nothing runs."""
+        """Engines and replicas to start, plus one for other buckets; 0 if nothing runs."""
         current = self.problem.current
         if current is None:
             return 0
@@ -216,8 +217,8 @@ class StepModel:
 
 
 def contains(problem: Problem, allocation: Allocation, other: Allocation) -> bool:
-    """Whether an allocation has at least the engines of the other of every shape, and trains on the same pool with at
-    least as many devices. Both fit the problem."""
+    """Whether an allocation has, for every shape, at least the engines of the other, and trains on the same pool with
+    at least as many devices. Both fit the problem."""
     mine, others = (training_option(problem, a) for a in (allocation, other))
     assert mine is not None and others is not None
     return _trains_alike(mine, others) and allocation.engines_by_shape >= other.engines_by_shape

@@ -51,7 +51,7 @@ def require_feasible(problem: Problem) -> None:
 
 
 def all_devices_conflict(problem: Problem) -> InfeasiblePlanError:
-    """The error for problems whose every plan leaves a device idle, where none may."""
+    """The error for problems where every plan leaves a device idle, which is not allowed."""
     return _infeasible(
         problem,
         "use_all_devices leaves no plan: no training option and engines together use exactly the devices of every pool;"
@@ -60,12 +60,12 @@ def all_devices_conflict(problem: Problem) -> InfeasiblePlanError:
 
 
 def _infeasible(problem: Problem, conflict: str) -> InfeasiblePlanError:
-    """The error, with what was left out of the menu."""
+    """The error, with the options that the menu left out."""
     return InfeasiblePlanError("; ".join(words for words in (conflict, problem.restriction) if words))
 
 
 def conflict(problem: Problem) -> tuple[Constraint, ...]:
-    """A minimal set of constraints that conflict; empty where there is a plan."""
+    """A minimal set of constraints that conflict; empty if there is a plan."""
     needed = constraints(problem)
     if has_plan(problem, needed):
         return ()

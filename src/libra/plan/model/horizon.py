@@ -108,9 +108,9 @@ def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[All
 def shortest_path(
     held: Sequence[Sequence[float]], switch: Callable[[int, int, int], float], start: int | None
 ) -> tuple[int, ...]:
-    """[period] the candidate to hold. `held[p][a]` are the seconds of period p under candidate a, infinite where it
-    cannot be held; `switch(p, a, b)` those lost by changing from a to b when p begins, assumed 0 for a = b. Before the
-    first period `start` is held; None: starting with any costs nothing. Of equal paths the one that stays is taken."""
+    """[period] the candidate to hold. `held[p][a]` are the seconds of period p under candidate a, infinite if it is
+    impossible; `switch(p, a, b)` those lost by changing from a to b when p begins, assumed 0 for a = b. Before the
+    first period `start` is held; None: any start is free. Of equal paths the one with fewer changes is taken."""
     many = range(len(held[0]))
     reached = [0.0 if start in (None, a) else math.inf for a in many]
     came: list[list[int]] = []
@@ -137,7 +137,7 @@ def shortest_path(
 
 def pool_sizes(problems: Sequence[Problem], allocations: Sequence[Allocation]) -> tuple[PoolSizes, ...]:
     """Core, hybrid and rollout devices of the allocations; the pools are those of the last problem. Idle devices count
-    as rollout, or as hybrid where they train in other periods."""
+    as rollout, or as hybrid if they train in other periods."""
     trained = [devices_used(problem, each) for problem, each in zip(problems, allocations, strict=True)]
     sizes = []
     for pool in problems[-1].pools:

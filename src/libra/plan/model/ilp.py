@@ -108,7 +108,8 @@ class StepProgram:
         self._add("one_training", pulp.lpSum(self.x) == 1)
 
     def every_class_once(self) -> None:
-        """z[c] is a path that carries x[c]: what enters the first class leaves each one, and ends with the last."""
+        """z[c] is a path that carries x[c]: the flow that enters the first class leaves each one, and ends with the
+        last."""
         classes = len(self.problem.peaks)
         for c, (x, z) in enumerate(zip(self.x, self.z, strict=True)):
             ending: list[list[Any]] = [[] for _ in range(classes + 1)]
@@ -143,8 +144,8 @@ class StepProgram:
 
     def devices(self) -> None:
         """For each pool p, sum over s in p of devices[s] * n[c, s] <= (devices[p] - training[c, p]) * x[c], where n is
-        need[c] z[c] and spare; less nothing without own_devices (colocated); = with no_idle_devices, of a pool that
-        serves = or none"""
+        need[c] z[c] and spare; without own_devices (colocated) nothing is subtracted; with no_idle_devices = instead of
+        <=, on a serving pool = or none"""
         for c, (candidate, x) in enumerate(zip(self.candidates, self.x, strict=True)):
             for pool in self.problem.pools:
                 generating = pulp.lpSum(
@@ -197,7 +198,7 @@ class StepProgram:
         return found
 
     def _room(self, option: TrainingOption) -> Any:
-        """[shape] engines for which the option leaves devices."""
+        """[shape] number of engines for which the option leaves devices."""
         room = {pool.name: pool.devices for pool in self.problem.pools}
         if not self.problem.colocated:
             room[option.pool] -= option.devices
@@ -212,7 +213,7 @@ class StepProgram:
         raise RuntimeError(f"CBC stopped with status {pulp.LpStatus[status]!r}; report it with the problem")
 
     def _allocation(self) -> Allocation:
-        """The solution, priced: raises RuntimeError where it does not keep the step."""
+        """The priced solution; raises RuntimeError if it does not keep the step."""
         c = next(c for c, x in enumerate(self.x) if _is_one(x))
         candidate = self.candidates[c]
         cover = sorted((r for r, z in self.z[c].items() if _is_one(z)), key=lambda r: r[1])
@@ -226,7 +227,7 @@ class StepProgram:
         return allocation
 
     def _moves(self, current: Allocation) -> Any:
-        """Engines and replicas to start, and one more for other buckets."""
+        """Engines and replicas to start, plus one for other buckets."""
         starts = []
         for s, shape in enumerate(self.problem.shapes):
             start = self._integer(f"start_{s}", self._most(s))
@@ -248,7 +249,7 @@ class StepProgram:
         return pulp.lpSum(variable for z in self.z for variable in z.values())
 
     def _engines(self, c: int) -> list[tuple[int, Any]]:
-        """(shape, engines of it), to be added up."""
+        """(shape, its engines) pairs to be summed."""
         need = self.candidates[c].need
         return [(r[0], int(need[r]) * z) for r, z in self.z[c].items()] + list(enumerate(self.spare[c]))
 
@@ -262,7 +263,8 @@ class StepProgram:
         return self.lp.add_variable(name, 0, most, pulp.LpInteger)
 
     def _add(self, name: str, constraint: Any) -> None:
-        """PuLP takes no constraint without a variable, such as 0 <= 0 of a class that no candidate serves."""
+        """Add a constraint; PuLP accepts none without a variable, such as 0 <= 0 for a class that no candidate
+        serves."""
         if isinstance(constraint, bool):
             constraint = self.x[0] >= (0 if constraint else 2)
         self.lp += constraint, name

@@ -1,4 +1,4 @@
-"""The fewest engines of every shape for every range of classes with which a step of given length is kept.
+"""The fewest engines of every shape, for every range of classes, that keep a step of given length.
 
 Invariant: for a given length of the step, prices of engines reduce to one integer for each shape and range: the fewest
 engines that keep the step. A range is classes `first..last`, both included; it may end only where the next class is
@@ -66,11 +66,9 @@ class RangeTable:
         )
 
     def engines(self, training: TrainingOption, step: float, begin: int | None = None) -> Counts:
-        """[shape, first, last] fewest engines with which a step of `step` seconds is kept with this training option.
-        Trajectories begin on the shape `begin`; None: on the best shape for each range, so that no plan needs fewer.
-
-        `NEVER` where no number of engines keeps it, or the range does not exist.
-        """
+        """[shape, first, last] fewest engines that keep a step of `step` seconds with this training option.
+        Trajectories begin on the shape `begin`; None: on the best shape for each range, so no plan needs fewer. `NEVER`
+        if no number of engines keeps the step, or the range does not exist."""
         limit = float(self._limit(fixed_seconds(self.problem, training), step))
         times = self._times_of(begin)
         option, first, last = self._entries
@@ -101,8 +99,9 @@ class RangeTable:
         return self._times[begin]
 
     def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
-        """[router, entry] engines n whose caches evict contexts: enough to refill at all returns, or, if fewer, the
-        larger root of usable * n^2 - (asked - refill) * n - refill * filled = 0, to refill at those that n evict."""
+        """[router, entry] engines n whose caches evict contexts: enough to refill at all returns; or, if that is fewer,
+        the larger root of usable * n^2 - (asked - refill) * n - refill * filled = 0, to refill at those that n
+        evict."""
         linear = asked - self._refill
         root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
         return np.asarray(np.minimum(asked + self._refill, root / 2) / usable)
@@ -142,7 +141,8 @@ class RangeTable:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of the longest trajectories of options, for those that begin there and for those that continue there."""
+    """Seconds of the longest trajectories of options, for trajectories that begin there and for those that continue
+    there."""
 
     possible: NDArray[np.bool_]  # [entry] whether a first range may be of its shape
     residence: Floats  # [entry]
@@ -183,7 +183,8 @@ def most_buckets(problem: Problem) -> int:
 
 
 def present_ranges(problem: Problem) -> list[Range] | None:
-    """The current buckets as ranges of classes; None when there are none, or when they cannot serve as they are."""
+    """The current buckets as ranges of classes; None if there are none, or if they cannot serve the problem
+    unchanged."""
     current = problem.current
     if current is None or not current.buckets or current.buckets[-1].up_to < problem.longest_context:
         return None
@@ -242,11 +243,8 @@ def _rows(options: Sequence[EngineOption], field: str) -> Floats:
 
 
 def _asked(costs: Floats, routers: Floats) -> Floats:
-    """[option, row, router, first, last] the work of the range's bucket.
-
-    `costs` is [option, row, class]. A bucket gets the share of its classes' work that the router brings there; the
-    first one also gets the rest of all classes.
-    """
+    """[option, row, router, first, last] the work of the range's bucket. `costs` is [option, row, class]. A bucket gets
+    the share of its classes' work that the router brings there; the first bucket also gets the rest of all classes."""
     rows = costs[:, :, None, :] * routers  # [option, row, router, class]
     strays = (costs[:, :, None, :] * (1 - routers)).sum(axis=-1)
     sums = _sums(rows)

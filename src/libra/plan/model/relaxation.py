@@ -64,8 +64,8 @@ class Relaxation:
         """Yield training options that may keep the step, fewest devices first, each with its remaining ranges. If there
         are none, no plan keeps the step. The iterator is lazy: finish with it before the next call.
 
-        Of options that leave generation the same choices and are equally far from the running allocation, only the one
-        with the fewest devices is kept, unless no device may idle.
+        Of options that are equal for generation and equally far from the running allocation, only the one with the
+        fewest devices is kept, unless no device may idle.
         """
         kept = self._promising(step)
         for _ in range(_ROUNDS if len(self._pools) > 1 else 0):
@@ -104,8 +104,8 @@ class Relaxation:
         return next(self._reduced([candidate], self._weights), None)
 
     def _promising(self, step: float) -> Iterator[Candidate]:
-        """Yield the options that leave room for the least cover, fewest devices first, one of each that are equal to
-        generation. An option of a higher rank needs no more engines, so the cover of a group's highest rank bounds
+        """Yield the options that leave room for the least cover, fewest devices first, one of each group that is equal
+        for generation. An option of a higher rank needs no more engines, so the cover of a group's highest rank bounds
         those of the group, and most options need no table of their own."""
         weights = self._weights
         rooms = (self._rooms @ weights) * _MORE

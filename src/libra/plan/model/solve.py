@@ -66,8 +66,8 @@ def solve(
 
 
 def what_runs(problem: Problem, step: float) -> Allocation | None:
-    """The running allocation, if it fits and keeps the step; else None. It needs no change: engines that are not needed
-    stay, too, as stopping them gains nothing."""
+    """The running allocation, if it fits and keeps the step; else None. It needs no change: superfluous engines stay,
+    too, as stopping them gains nothing."""
     current = problem.current
     if current is None or infeasibility(problem, current) is not None:
         return None
@@ -121,7 +121,7 @@ class _Search:
         return self._solve(choices, simplest=True) or otherwise
 
     def _within(self, step: float) -> Allocation | None:
-        """Some allocation that keeps the step. None: there is none, or, if not `complete`, none was found."""
+        """Some allocation that keeps the step. None: there is none, or, unless `complete`, none was found."""
         choices: list[_Choice] = []
         for choice in self._choices(step):
             choices.append(choice)
@@ -154,8 +154,8 @@ class _Search:
         return Candidate(training, np.where(left.engines < NEVER, untried, NEVER)), left.engines
 
     def _fewest_devices(self, choices: list[_Choice], step: float, otherwise: Allocation) -> list[_Choice]:
-        """The choices reduced to plans that may have the fewest devices; those of `otherwise` are an upper bound. All
-        choices where moves count more or no device may idle."""
+        """The choices reduced to plans that may have the fewest devices; those of `otherwise` are an upper bound.
+        Returns all choices if moves count more or no device may idle."""
         if not choices or self._problem.current is not None or self._problem.use_all_devices:
             return choices
         candidates = [candidate for candidate, _ in choices]
@@ -171,7 +171,8 @@ class _Search:
         return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict(self._problem)
 
     def _cheapest(self, candidate: Candidate, step: float, weights: Floats) -> Allocation | None:
-        """The cover with the least weight, if it is a plan, else None. It often is, and no search is needed."""
+        """The cover with the least weight, if it is a plan, else None. It often is a plan, which makes a search
+        unnecessary."""
         if self._problem.use_all_devices:
             return None
         cover = cheapest_cover(candidate.engines, weights, most_buckets(self._problem))

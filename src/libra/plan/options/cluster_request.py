@@ -1,7 +1,7 @@
 """The planning request for a cluster of GPUs.
 
-Invariant: a request holds everything that pricing needs, with the profiles' values; pricing it again gives the same
-problem, on any machine.
+Invariant: a request holds all inputs of pricing, with the profiles' values; pricing it again gives the same problem, on
+any machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from libra.cost.adapters import training_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
+from libra.cost.sources.rates import dtype_refusal
 from libra.cost.sources.roofline import engine_degrees
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPU, Cluster, NodeClass
@@ -39,6 +40,7 @@ from libra.plan.options.menu import (
     most_buckets,
     reach,
 )
+from libra.plan.options.nearest import remedies
 from libra.plan.options.pairs import pair_options
 from libra.plan.options.restriction import restricted, restriction_words
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
@@ -83,6 +85,9 @@ class ClusterRequest:
                 " tokens: lower max_length"
             )
         check_classes(self.classes, self.recipe.max_length)
+        untrained = [dtype_refusal(nodes.gpu, self.recipe.dtype) for nodes in self.cluster.nodes]
+        if untrained[0] is not None and None not in untrained:
+            raise ValueError(untrained[0])
         refused = rollout_quantization(self.recipe).refusal(self.model)
         if refused is not None:
             raise ValueError(refused)
@@ -167,12 +172,12 @@ class ClusterRequest:
         return *self.profiles, *self.lent_profiles
 
     def lending_nodes(self, lender: LendingPool) -> NodeClass:
-        """The nodes on which a lender serves. Raises ValueError where the cluster has no such pool."""
+        """The nodes on which a lender serves. Raises ValueError if the cluster has no such pool."""
         return self.cluster.serving_pool(lender.pool).nodes
 
     def menu(self, factors: BatchFactors = BATCH) -> Menu:
         """The menu of priced options, and the rejected engines with reasons (`rejected_layouts` has the layouts).
-        `factors` correct the price of rollout where a step waits for its whole batch."""
+        `factors` correct the price of rollout if a step waits for its whole batch."""
         recipe, model, classes = self.recipe, self.model, self.classes
         engines: list[EngineOption] = []
         training: list[TrainingOption] = []
@@ -186,7 +191,7 @@ class ClusterRequest:
             training += menu.options
             layouts.update(menu.chosen)
         if not training:
-            nothing = _nothing_trains(model, self.rejected_layouts())
+            nothing = _nothing_trains(self)
             raise InfeasiblePlanError("; ".join(it for it in (nothing, restriction_words(recipe.carried_by)) if it))
         if not engines:
             raise InfeasiblePlanError(_nothing_generates(self, rejected_engines))
@@ -236,19 +241,26 @@ class ClusterRequest:
         """The training half of the menu, by class of nodes."""
         found = {}
         for nodes in self.cluster.nodes:
+            if dtype_refusal(nodes.gpu, self.recipe.dtype):
+                continue
             held = [layout for name, layout in self.held if name == nodes.name]
             found[nodes.name] = training_layouts(self.model, nodes, self.recipe, self.classes, held)
         return found
 
     def rejected_layouts(self) -> tuple[Rejected, ...]:
         """Layouts of training that are not on the menu, with the reason, by class of nodes."""
-        of_nodes = (rejected_layouts(self.model, nodes, self.recipe, self.classes) for nodes in self.cluster.nodes)
-        return tuple(chain.from_iterable(of_nodes))
+        return tuple(chain.from_iterable(self._rejected_layouts(nodes) for nodes in self.cluster.nodes))
+
+    def _rejected_layouts(self, nodes: NodeClass) -> tuple[Rejected, ...]:
+        refusal = dtype_refusal(nodes.gpu, self.recipe.dtype)
+        if refusal is not None:
+            return (Rejected(nodes.name, "does not multiply", refusal),)
+        return rejected_layouts(self.model, nodes, self.recipe, self.classes)
 
     @property
     def switch_seconds(self) -> float:
         """Seconds of one change of colocated devices between training and generation: training state, spread over all
-        devices, goes to the host, and an engine's weights come from it."""
+        devices, moves to the host, and an engine's weights move from it."""
         state = self.model.trained_parameters * training_bytes(self.recipe, self.model).total / self.cluster.devices
         weights = rollout_quantization(self.recipe).version_bytes(self.model)
         weights /= min(n.gpus for n in self.cluster.nodes)
@@ -258,9 +270,9 @@ class ClusterRequest:
 def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest, ...]:
     """The requests with the same held layouts: those on any of their menus or held by any of them.
 
-    So a running layout has a price on every menu; a menu by itself lists, for each number of devices, only the layout
-    that is fastest for its own trajectories. Requests may differ in classes and in the running allocation; raises
-    ValueError where they differ in cluster, model or recipe.
+    So a running layout has a price on every menu; otherwise a menu lists, for each number of devices, only the fastest
+    layout for its own trajectories. Requests may differ in classes and in the running allocation; raises ValueError if
+    they differ in cluster, model or recipe.
     """
     for field in ("cluster", "model", "recipe"):
         if any(getattr(request, field) != getattr(requests[0], field) for request in requests):
@@ -274,8 +286,8 @@ def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest,
 
 
 def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str:
-    """The error text: the largest engine of each class of nodes, which is the nearest to fitting, and the smallest
-    change with which one fits."""
+    """The error text: the largest engine of each class of nodes, the nearest to fitting, and the smallest change that
+    makes one fit."""
     model = request.model
     largest = {each.name.rpartition("/")[0]: each for each in rejected}
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
@@ -285,7 +297,7 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
-    """Yield changes of framework, recipe or GPU with which an engine holds the model; of GPUs the smallest for each."""
+    """Yield changes of framework, recipe or GPU that make an engine hold the model; of GPUs the smallest for each."""
     model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
     unrestricted = recipe.model_copy(update={"framework": None})
     if recipe.framework and any(_holds(model, nodes, unrestricted, request.classes) for nodes in request.cluster.nodes):
@@ -311,9 +323,9 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
 
 
 def _measured() -> Iterator[GPU]:
-    """GPUs that a hint may name: those with kernel times or training runs."""
+    """GPUs that a hint may name: those with tables of kernel times."""
     for record in RECORDS.values():
-        if record.tables is not None or record.training.published:
+        if record.tables is not None:
             yield record.gpu
 
 
@@ -323,10 +335,10 @@ def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[Tr
     return any(engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in degrees)
 
 
-def _nothing_trains(model: ModelSpec, rejected: Sequence[Rejected]) -> str:
-    too_large = [each for each in rejected if each.kind == "does not fit"]
-    nearest = (too_large or rejected)[-1]
-    return (
-        f"no layout trains {model.name} on any class of nodes: {len(too_large):,} do not fit; {nearest.name}:"
-        f" {nearest.reason}: add nodes, or lower max_length or what the optimiser keeps"
-    )
+def _nothing_trains(request: ClusterRequest) -> str:
+    """The error text: how many layouts do not fit, and the nearest requests with one that does."""
+    model, cluster, recipe = request.model, request.cluster, request.recipe
+    too_large = sum(each.kind == "does not fit" for each in request.rejected_layouts())
+    nearest = ", or ".join(remedies(model, cluster, recipe, request.classes))
+    remedy = f"one would with {nearest}" if nearest else "lower max_length, or give GPUs with more memory"
+    return f"no layout trains {model.name} on any class of nodes, {too_large:,} do not fit: {remedy}"

@@ -1,7 +1,7 @@
 """Priced engine options on one class of nodes for one request.
 
-Invariant: an option is listed only if an engine of it can serve some class. Before `BatchFactors` correct it, its price
-is never below the profile's times for the classes it serves, within the tolerance of
+Invariant: an option is listed only if an engine of it can serve some class. Before the correction by `BatchFactors`,
+its price is never below the profile's times for its classes, within the tolerance of
 `libra.cost.lines.iteration_lines`.
 """
 
@@ -83,13 +83,10 @@ def engine_options(
     longest_context: int,
     factors: BatchFactors = BATCH,
 ) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
-    """Options of every tensor-parallel degree, over nodes too where no node holds the model, and the degrees that hold
-    no trajectory.
-
-    All trajectories of a step start when weights are published, so a lower `max_num_seqs` would only make them wait:
-    engines have the largest that memory allows. Options of a degree differ in the number of sequences near which they
-    are priced.
-    """
+    """Options of every tensor-parallel degree, across nodes if no node holds the model, and the degrees that hold no
+    trajectory. All trajectories of a step start when weights are published, so a lower `max_num_seqs` would only make
+    them wait: engines have the largest that memory allows. Options of a degree differ in the number of sequences near
+    which they are priced."""
     options: list[EngineOption] = []
     rejected: list[Rejected] = []
     known = {grid.tp for grid in profile.engines}
@@ -161,7 +158,7 @@ def shape_options(
 
 @dataclass(frozen=True, slots=True)
 class PricedEngine:
-    """Times of an engine, as the planner prices it."""
+    """Times of an engine, as priced by the planner."""
 
     timing: EngineTiming
     grid: EngineGrid  # of whole iterations
@@ -255,7 +252,7 @@ def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
 
 def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """(generates, waits) of [class] for each line through the seconds [slowed][class] of two neighbours in `_SLOWED`.
-    Seconds are convex, so between its neighbours a line is above the others. All options have the same lines."""
+    Seconds are convex, so between its two points a line is above the others. All options have the same lines."""
     found: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for (low, before), (high, after) in pairwise(zip(_SLOWED, upto, strict=True)):
         generates = tuple((more - less) / (high - low) for less, more in zip(before, after, strict=True))

@@ -1,14 +1,13 @@
 """The space of training layouts that are priced.
 
-Invariant: a layout of the space is either in its tables or has a degree, or a shape of its replica, that `impossible`
-names.
+Invariant: a layout of the space is in its tables, or `impossible` names its degree or the shape of its replica.
 
 tp: powers of two inside a node; pp: powers of two and divisors of the layers, up to 16, where the last stage may have
 fewer layers; virtual stages: up to 8 that divide a stage, where the last part alone has fewer layers; cp and ep: powers
-of two; replicas that divide a node or are whole nodes; ZeRO-2 and -3 without pipeline. Beside tensor parallelism,
-experts are whole wherever that makes as many parts (`_expert_shapes`). Micro-batches: the longest trajectory, four
-times it and so on up to 65,536 tokens, and, in a pipeline, a quarter of it. Devices: every number up to eight nodes,
-whole nodes above, in steps of at most 3 % beyond that.
+of two; replicas that divide a node or are whole nodes; ZeRO-2 and -3 without pipeline. With tensor parallelism, experts
+are whole wherever that gives equally many parts (`_expert_shapes`). Micro-batches: the longest trajectory, four times
+it and so on up to 65,536 tokens, and, in a pipeline, a quarter of it. Devices: every number up to eight nodes, whole
+nodes above, in steps of at most 3 % beyond that.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MICRO_TOKENS = (2048, 65536)  # multiples and fractions of the longest trajector
 
 
 def device_counts(gpus: int, nodes: int) -> tuple[int, ...]:
-    """Numbers of devices that are priced, the largest included."""
+    """Numbers of devices with a price, the largest included."""
     counts = list(range(1, min(nodes, EVERY_COUNT) * gpus + 1))
     whole = EVERY_COUNT
     while whole < nodes:
@@ -88,7 +87,7 @@ def _pp_refusal(model: ModelSpec, pp: int) -> str | None:
 
 
 def virtual_stages(layers: int, pp: int) -> list[int]:
-    """Numbers of virtual stages of a device that are priced, 1 included."""
+    """Numbers of virtual stages of a device with a price, 1 included."""
     deep = -(-layers // pp)
     missing = deep * pp - layers
     more = (v for v in range(2, MOST_VIRTUAL + 1) if pp > 1 and deep % v == 0 and missing < deep // v)
@@ -96,8 +95,8 @@ def virtual_stages(layers: int, pp: int) -> list[int]:
 
 
 def _expert_shapes(model: ModelSpec, tp: int) -> list[tuple[int, bool]]:
-    """Expert-parallel degrees, with whether tensor parallelism leaves experts whole. Whole experts in as many parts
-    take as much memory for weights, less for tokens, and less to exchange, so divided ones are not listed beside."""
+    """Expert-parallel degrees, and whether tensor parallelism leaves experts whole. Whole experts in equally many parts
+    take as much memory for weights, less for tokens, and less communication, so divided ones are not listed then."""
     experts = model.experts
     if experts is None:
         return [(1, False)]
@@ -128,7 +127,7 @@ def _replica_refusal(nodes: NodeClass, replica: int) -> str | None:
 
 
 def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable:
-    """All layouts with the least dp that they can have."""
+    """All layouts with their least possible dp."""
     low, high = MICRO_TOKENS
     sizes = [longest]
     while 4 * sizes[-1] <= high:

@@ -101,7 +101,8 @@ def rejected_layouts(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
 ) -> tuple[Rejected, ...]:
     """Every layout of the priced space that is no option of `training_layouts`, apart from held ones, with the reason.
-    A layout rejected at one number of devices has its own name, a family rejected at all numbers the family's."""
+    A layout rejected at one number of devices is listed by its own name, a family rejected at all numbers by the
+    family's."""
     space = _LayoutSpace.of(model, nodes, recipe, classes)
     rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
     fewer, kept = "", set(space.kept)
@@ -178,7 +179,7 @@ class _LayoutSpace:
 
 
 def _may_train(recipe: Recipe, nodes: NodeClass, layout: ParallelLayout, layers: int) -> bool:
-    """Whether the framework can be given the layout on these nodes."""
+    """Whether the framework can express the layout on these nodes."""
     framework = recipe.carried_by
     counts = whole_node_counts(framework, nodes, [layout.devices])
     return bool(counts) and bool(permitted(framework, LayoutTable.of([layout]), recipe.batch, layers)[0])
@@ -200,8 +201,10 @@ def _tail_seconds(
     work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layouts: Sequence[ParallelLayout]
 ) -> list[float | None]:
     """With early gradients, the seconds of each layout after the last trajectory: for its group, which has the longest
-    trajectory and others of usual length, and the update. None for each layout without. Layouts are priced together:
-    one by one they would take most of the time of a menu."""
+    trajectory and others of usual length, and for the update. Otherwise None for each layout.
+
+    Layouts are priced together: one by one they would take most of the time of a menu.
+    """
     if not recipe.early_gradients or not layouts:
         return [None] * len(layouts)
     usual = batch_of(classes, recipe.samples_per_prompt)
@@ -224,8 +227,8 @@ def _total(columns: Mapping[str, Array]) -> Array:
 def _fastest(used: Array, steps: StepTable) -> dict[int, float]:
     """The fastest layout for each number of devices, fewest devices first, by its row, with its seconds.
 
-    Unequal micro-batches make most pipelines slower than their closed form says. They are simulated in its order, until
-    no other layout is faster even by its closed form. Ties go to the earlier row.
+    Unequal micro-batches make most pipelines slower than their closed form. Pipelines are simulated in the order of
+    closed forms, until no other layout is faster even by that. Ties go to the earlier row.
     """
     order = np.lexsort((steps.total, used))
     fastest = {}

@@ -26,9 +26,16 @@ SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read
 
 # Devices or degrees do not suit nodes or model; the profile has no times for it; it is too large (a layout: at every
 # dp); another is faster wherever it fits. Lent engines: traffic exceeds the certified rate; no grant is long enough.
-# The framework that will carry the plan out has no such thing.
+# The framework that will carry the plan out has no such thing. The GPU does not multiply in the type.
 RejectionKind = Literal[
-    "does not divide", "no times", "does not fit", "slower", "lends nothing", "too slow", "framework"
+    "does not divide",
+    "no times",
+    "does not fit",
+    "slower",
+    "lends nothing",
+    "too slow",
+    "framework",
+    "does not multiply",
 ]
 
 
@@ -77,7 +84,7 @@ class BorrowedEngine(Protocol):
 
     @property
     def use(self) -> float:
-        """Share of the SLO's tpot that serving is slowed down to."""
+        """Share of the SLO's tpot to which serving is slowed down."""
         ...
 
     @property
@@ -95,7 +102,7 @@ class BorrowedEngine(Protocol):
 
     @property
     def share(self) -> float:
-        """Share of the devices' time that is lent, while anything is."""
+        """Share of the devices' time that is lent, while any is."""
         ...
 
     @property
@@ -105,7 +112,7 @@ class BorrowedEngine(Protocol):
 
     @property
     def cases(self) -> tuple[bool, ...]:
-        """Whether nothing is lent, in each of the equally probable cases of traffic, the lowest first."""
+        """Whether nothing is lent, in each of the equally probable cases of traffic, from the lowest on."""
         ...
 
 
@@ -119,7 +126,7 @@ class PairHalf:
 
     @property
     def shape(self) -> str:
-        """Shape of one engine, the same as that of a colocated one."""
+        """Shape of one engine, like that of a colocated one."""
         return f"{self.pool}/tp{self.tp}"
 
     @property
@@ -164,7 +171,7 @@ def availability(lent: Sequence[BorrowedEngine]) -> tuple[Availability, ...]:
     """Sets of shapes that may be away in the coming period, with their probabilities; the likeliest first.
 
     Traffic of several lenders is assumed to be high at the same time. They share the time of day, and the assumption is
-    the cautious one, as no lender then replaces another.
+    cautious, as no lender then replaces another.
     """
     edges = {Fraction(0), Fraction(1)}
     edges |= {Fraction(k, len(engine.cases)) for engine in lent for k in range(len(engine.cases))}
@@ -212,8 +219,8 @@ def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> N
 
 
 def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """[router][class] share of a class's work that reaches its own bucket: for the router, which brings `hits` [class]
-    of the work after the first tool return there, and for a perfect one.
+    """[router][class] share of a class's work that reaches its own bucket: by the router, which brings `hits` [class]
+    of the work after the first tool return there, and by a perfect one.
 
     Work before the first tool return stays in the first bucket, and so does work that the router misses. The hit rate
     is known for the running buckets. For other buckets it depends on their limits, so they must have time for a perfect

@@ -4,10 +4,10 @@ Invariant: a pair has no price below those of its halves for the same trajectori
 for the solvers it is one more engine, on two pools. Prompts, KV on the links and decoding are rows of its work, of
 which the largest counts.
 
-A pair of two shapes can gain over colocated engines only if the prefill half is better at prompts, relative to its time
-for decoding, than the decode half is (comparative advantage, Ricardo 1817). A pair of one shape never gains: its two
-halves together take no less time than as many colocated engines, and the busier half has more than its share of it. So
-only pairs with this advantage are listed.
+A pair of two shapes can gain over colocated engines only if the prefill half is better at prompts, relative to its
+decode time, than the decode half (comparative advantage, Ricardo 1817). A pair of one shape never gains: its halves
+together take no less time than equally many colocated engines, and the busier half has more than its share. So only
+pairs with this advantage are listed.
 
 The overheads of a pair: a context is in the caches of both halves, so each fills sooner; tokens that the decode half
 generated are computed again with the next turn's prompt; and the new part of a prompt is sent over the network.
@@ -56,7 +56,7 @@ def kv_rate(nodes: NodeClass) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """One engine of a shape, with its times for a step's trajectories in either role."""
+    """One engine of a shape, with its times for a step's trajectories in both roles."""
 
     nodes: NodeClass
     tp: int
@@ -144,7 +144,8 @@ def _ratios(balanced: float) -> list[tuple[int, int]]:
 
 
 def _recomputed(cls: TrajectoryClass) -> TrajectoryClass:
-    """The class as the prefill half sees it: it also computes tokens that the other half generated in earlier turns."""
+    """The class as seen by the prefill half, which also computes tokens that the other half generated in earlier
+    turns."""
     return replace(
         cls,
         prefill=cls.prefill + _generated_elsewhere(cls),

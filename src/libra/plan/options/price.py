@@ -136,7 +136,7 @@ def step_parts(problem: Problem, allocation: Allocation) -> dict[StepPart, float
 
     Latency is a sum: generation (synchronous), or the longest trajectory by itself and its delay by others; training
     after it; publication, with the role changes of colocated devices. Each part is divided by 1 + staleness, the number
-    of batches in flight. A step with another bottleneck is as long as training, or as generation.
+    of batches in flight. With another bottleneck, a step is as long as training or generation.
     """
     predicted = price(problem, allocation)
     if predicted.bottleneck != "latency":
@@ -227,7 +227,7 @@ def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
 
 
 def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
-    """(residence + fixed seconds) / (1 + staleness); where steps are synchronous, with the load instead if longer."""
+    """(residence + fixed seconds) / (1 + staleness); for synchronous steps at least the load."""
     fixed = fixed_seconds(problem, training) / (1 + problem.staleness)
     longest = bucket.residence / (1 + problem.staleness)
     return fixed + (max(longest, bucket.load) if problem.synchronous else longest)
@@ -264,8 +264,7 @@ class _Load:
     ) -> float:
         """The shortest step in which the engine does this work and no trajectory is late; see `libra.plan.problem`.
 
-        The term that is divided by the step grows as the step gets shorter, so it is found by bisection, to the last
-        bit.
+        The term divided by the step grows as the step gets shorter, so bisection finds it to the last bit.
         """
 
         def at(seconds: float) -> float:

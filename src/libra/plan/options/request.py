@@ -21,7 +21,7 @@ class PlanningRequest(Protocol):
 
     @property
     def staleness(self) -> int:
-        """Versions that a trajectory's oldest token may lag behind; 0: nothing overlaps."""
+        """Versions by which a trajectory's oldest token may lag; 0: nothing overlaps."""
 
     @property
     def devices(self) -> int:
@@ -41,15 +41,15 @@ class PlanningRequest(Protocol):
 
     @property
     def title(self) -> str:
-        """Model and devices, for people."""
+        """Model and devices, as a text."""
 
     @property
     def assumed_router(self) -> str:
-        """The router that prices assume, as text for people; empty if the request gives its hit rate."""
+        """The router assumed by prices, as a text; empty if the request gives its hit rate."""
 
     @property
     def counts_unfinished(self) -> bool:
-        """Whether the classes count unfinished trajectories, as at least as long as they are."""
+        """Whether the classes count unfinished trajectories, by their length so far."""
 
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:

@@ -1,9 +1,6 @@
-"""The menu as far as one framework can carry it out.
-
-Invariant: a request without a framework keeps its menu. With one, every plan for nodes of one class can be exported for
-it: what `permitted` and `whole_node_counts` leave out of the layouts, and `restricted` of the rest, has its reason
-among the rejected.
-"""
+"""The part of a menu that one framework can carry out. ¶ Invariant: a request without a framework keeps its menu. With
+one, every plan for nodes of one class can be exported for it. The layouts excluded by `permitted` and
+`whole_node_counts`, and the options excluded by `restricted`, have their reasons among the rejected."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def foreseen(framework: Framework, layouts: LayoutTable, layers: int) -> Mask:
 
 
 def family_of(framework: Framework, layout: ParallelLayout, layers: int) -> TrainingFamily | None:
-    """The first of the framework's families that has the layout; None where it has no such layout."""
+    """The first of the framework's families that has the layout; None if there is none."""
     table = LayoutTable.of([layout])
     if not foreseen(framework, table, layers)[0]:
         return None
@@ -66,14 +63,14 @@ def takes_whole_nodes(framework: Framework, nodes: NodeClass) -> bool:
 
 
 def whole_node_counts(framework: Framework, nodes: NodeClass, counts: Sequence[int]) -> tuple[int, ...]:
-    """Those of the numbers of training devices that the framework can be given."""
+    """The numbers of training devices that the framework accepts."""
     if not takes_whole_nodes(framework, nodes):
         return tuple(counts)
     return tuple(count for count in counts if count % nodes.gpus == 0)
 
 
 def rejected_parts(framework: Framework, nodes: NodeClass, batch: int) -> tuple[Rejected, ...]:
-    """Parts of nodes and of the batch that training is not offered, with the reason."""
+    """Parts of nodes and of the batch that are excluded from training, with the reason."""
     found = []
     if takes_whole_nodes(framework, nodes) and nodes.gpus > 1:
         reason = f"{framework.name} trains on whole nodes of {nodes.gpus} GPUs"
@@ -85,14 +82,14 @@ def rejected_parts(framework: Framework, nodes: NodeClass, batch: int) -> tuple[
 
 
 def rejected_family(framework: Framework) -> str:
-    """Why a layout is of no use to the framework."""
+    """Reason why the framework cannot use a layout."""
     names = " or ".join(family.name for family in framework.families)
     return f"{framework.name} trains by {names}, which has no such layout"
 
 
 def restricted(menu: Menu, framework: Framework, classes: Sequence[NodeClass]) -> Menu:
-    """The menu without lent engines, which no framework can start; with one engine size and no idle device where the
-    framework asks for that."""
+    """The menu without lent engines, which no framework can start; with one engine size and no idle device if the
+    framework requires that."""
     if not framework.name:
         return menu
     problem = menu.problem
@@ -114,7 +111,7 @@ def restricted(menu: Menu, framework: Framework, classes: Sequence[NodeClass]) -
 
 
 def restriction_words(framework: Framework) -> str:
-    """The restriction and its remedy, for messages that say that there is no plan; empty where nothing is left out."""
+    """The restriction and its remedy, for messages about a missing plan; empty if nothing is excluded."""
     if not framework.restriction:
         return ""
     return f"for {framework.name} only {framework.restriction}: leave out framework (--for), or give another one"

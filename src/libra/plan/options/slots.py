@@ -257,7 +257,7 @@ def engine_shapes(engines: Mapping[str, ShapeConfig]) -> tuple[EngineShape, ...]
 
 
 def longest_context(engines: Mapping[str, ShapeConfig]) -> int:
-    """Tokens beyond which no trajectory can grow: what the longest engine size holds."""
+    """Tokens beyond which no trajectory can grow: the context of the longest engine size."""
     return max(shape.max_model_len for shape in engines.values())
 
 
@@ -274,8 +274,8 @@ def make_request(
     current: Allocation | None,
     lent: LentSlots | None = None,
 ) -> SlotRequest:
-    """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
-    Raises ValueError where no engine size holds one of the classes."""
+    """The request for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
+    Raises ValueError if no engine size holds one of the classes."""
     return SlotRequest(
         fleet=fleet,
         shapes=engine_shapes(engines),

@@ -1,1 +1,1 @@
-"""Engines that answer over HTTP as vLLM does, with the simulator's timing and no model."""
+"""Engines with vLLM's HTTP interface and the simulator's timing, without a model."""

@@ -1,7 +1,7 @@
 """A simulated engine that runs in real time.
 
-Invariant: everything happens at the tick at which the simulator would have it for requests that arrive at these times.
-A busy event loop delays the news of it, not the event.
+Invariant: every event happens at the simulator's tick for requests that arrive at these times. A busy event loop delays
+its report, not the event.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WallClock:
         return seconds(span) / self._speed
 
     def soon(self, call: Callable[[], None]) -> asyncio.Handle:
-        """Call after everything already due."""
+        """Call after everything that is already due."""
         return self._loop.call_soon(call)
 
     def at(self, tick: int, call: Callable[[], None]) -> asyncio.TimerHandle:
@@ -76,7 +76,7 @@ class LiveEngine:
         return self._engine.pool.held / self._engine.pool.blocks
 
     def submit(self, chain: Chain, prompt_tokens: int, output_tokens: int, priority: int = 0) -> Request:
-        """Raises ValueError where the engine can never serve the request."""
+        """Raises ValueError if the engine can never serve the request."""
         now = self._catch_up()
         request = Request(next(self._numbers), now, prompt_tokens, output_tokens, chain=chain, priority=priority)
         self._engine.submit(request, now)
@@ -93,7 +93,7 @@ class LiveEngine:
             await asyncio.shield(end)
 
     async def progress(self, request: Request) -> AsyncIterator[int]:
-        """Tokens generated so far: when the first one is there, then every `_STREAM_SECONDS` until the last. Raises
+        """Tokens generated so far: after the first one, then every `_STREAM_SECONDS` until the last. Raises
         CancelledError if the request is cancelled."""
         end = self._ends.get(request)
         if end is not None and request.first_token is None:
@@ -138,7 +138,7 @@ class LiveEngine:
     # Time
 
     def _catch_up(self) -> int:
-        """Simulate everything up to now, and return the current tick. Scheduling at this very tick is left open: more
+        """Simulate everything up to now, and return the current tick. Scheduling at this tick is left open: more
         requests may arrive at it."""
         now, engine = self._clock.now(), self._engine
         while True:

@@ -1,6 +1,6 @@
 """Requests and responses of OpenAI's /v1/responses and Anthropic's /v1/messages, of text only.
 
-Invariant: as for chats, each message follows its role, so that a later prompt shares the prefix.
+Invariant: as in chats, each message follows its role, so a later prompt shares the prefix.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _responses, _messages = msgspec.json.Decoder(_Response), msgspec.json.Decoder(_M
 
 
 def parse_response(body: bytes, longest: int) -> GenerationRequest:
-    """A request to /v1/responses. Raises ValueError as `openai.parse`."""
+    """A request to /v1/responses. Raises ValueError like `openai.parse`."""
     asked = decoded(_responses, body)
     said = [_Message("user", asked.input)] if isinstance(asked.input, str) else asked.input
     return GenerationRequest(True, asked, _prompt(asked.instructions, said, longest), asked.max_output_tokens)
 
 
 def parse_message(body: bytes, longest: int) -> GenerationRequest:
-    """A request to /v1/messages. Raises ValueError as `openai.parse`."""
+    """A request to /v1/messages. Raises ValueError like `openai.parse`."""
     asked = decoded(_messages, body)
     return GenerationRequest(True, asked, _prompt(asked.system, asked.messages, longest), asked.max_tokens)
 
@@ -108,7 +108,7 @@ class ResponseAnswer(Answer):
         return {"item_id": f"msg_{self.number}", "output_index": 0, "content_index": 0}
 
     def _item(self, text: str | None) -> dict[str, Any]:
-        """The message; None: it has only begun."""
+        """The message; None: it has just begun."""
         status, content = ("in_progress", []) if text is None else ("completed", [_output(text)])
         about = {"type": "message", "id": f"msg_{self.number}", "role": "assistant"}
         return {**about, "status": status, "content": content}

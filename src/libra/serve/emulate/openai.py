@@ -1,8 +1,8 @@
-"""Requests and responses of OpenAI's API as vLLM serves them.
+"""Requests and responses of OpenAI's API, as in vLLM.
 
 Invariant: a parameter that would change the response is emulated or refused; sampling parameters (temperature,
-penalties) are accepted and ignored, as there is no model. Text has four characters a token, so a response that is sent
-back in a prompt becomes the same tokens.
+penalties) are accepted and ignored, as there is no model. Text has four characters a token, so a response that returns
+in a prompt has the same tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class GenerationRequest:
 
 def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
     """Raises ValueError in one line that names the field, also for a prompt that leaves no room to generate within
-    `longest` tokens. That is checked before tokenising, which stops all engines."""
+    `longest` tokens. The check precedes tokenising, which would stop all engines."""
     return _chat(decoded(_chats, body), longest) if chat else _completion(decoded(_completions, body), longest)
 
 
@@ -104,7 +104,7 @@ def _chat(body: _Chat, longest: int) -> GenerationRequest:
 
 
 def dialogue_within(messages: Sequence[tuple[str, str]], longest: int) -> tuple[int, ...]:
-    """Tokens of messages, each a role and a text. Raises ValueError where they leave no room within `longest`."""
+    """Tokens of messages, each a role and a text. Raises ValueError if they leave no room within `longest`."""
     texts = [text for role, said in messages for text in (f"<{role}>", said)]
     texts.append("<assistant>")  # so that a later prompt, which holds the response after this role, shares the prefix
     _require_room(sum(map(_count, texts)), longest)
@@ -112,7 +112,7 @@ def dialogue_within(messages: Sequence[tuple[str, str]], longest: int) -> tuple[
 
 
 def prompt_within(prompt: str | TokenIds, longest: int) -> tuple[int, ...]:
-    """Tokens of a prompt. Raises ValueError where it leaves no room within `longest`."""
+    """Tokens of a prompt. Raises ValueError if it leaves no room within `longest`."""
     _require_room(_count(prompt) if isinstance(prompt, str) else len(prompt), longest)
     return tokens_of(prompt) if isinstance(prompt, str) else prompt
 
@@ -128,8 +128,8 @@ def _require_room(tokens: int, longest: int) -> None:
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """One token per four characters: a generated token's own text gives that token, other text one that is never
-    generated, the same for the same characters."""
+    """One token per four characters: the text of a generated token gives that token; other text gives tokens that are
+    never generated, equal for equal characters."""
     pieces = (text[start : start + _CHARACTERS] for start in range(0, len(text), _CHARACTERS))
     return tuple(_token(piece) for piece in pieces)
 
@@ -204,7 +204,7 @@ class Answer:
         return head | {"choices": choices}
 
     def _prompt_holder(self, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-        """The object that has the ids of the prompt: the answer of a chat, the choice of a completion."""
+        """The object with the prompt's ids: the answer of a chat, the choice of a completion."""
         return head if self.asked.chat else choice
 
     def _usage(self, cached_tokens: int) -> dict[str, Any]:

@@ -178,11 +178,12 @@ def _families(engines: Mapping[str, LiveEngine]) -> Iterator[Metric]:
 
 
 class PrefixIndex:
-    """Finds the earlier context that a prompt shares a prefix with: two requests share exactly the full blocks in which
-    their tokens agree from the start. A block is forgotten only when a KV cache of the same size would have evicted it.
+    """Finds the earlier context with which a prompt shares a prefix: two requests share exactly the full blocks in
+    which their tokens agree from the start. A block is forgotten only when a KV cache of the same size would evict it.
 
     Maps full blocks, by all tokens up to their end, to the chains that identify contexts in the simulator's caches.
-    Keeps the `capacity` most recently used blocks."""
+    Keeps the `capacity` most recently used blocks.
+    """
 
     def __init__(self, block_size: int, capacity: int) -> None:
         self._size, self._capacity = block_size, capacity

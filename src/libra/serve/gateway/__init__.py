@@ -1,1 +1,1 @@
-"""An OpenAI-compatible router in front of engines: each turn goes where the policy says."""
+"""An OpenAI-compatible router in front of engines: a policy chooses the engine of each turn."""

@@ -1,6 +1,6 @@
 """Hosts that an owner allows: this machine, networks, and names.
 
-Invariant: a name allows only an address that is written as this name. No name is looked up.
+Invariant: a name allows only an address that is written as this name. Names are not resolved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AllowedHosts:
         return cls(tuple(networks), frozenset(names))
 
     def __contains__(self, host: str) -> bool:
-        """Whether a host is allowed, by the address or the name that it is written as."""
+        """Whether a host is allowed, by its written address or name."""
         try:
             address = ip_address(host)
         except ValueError:

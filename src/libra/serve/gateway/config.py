@@ -1,8 +1,5 @@
-"""The gateway's YAML file: its engines, their tokens, and how turns are routed.
-
-Invariant: a file gives a gateway that can start, or a one-line error that names the key and the remedy. No message and
-no repr shows a token.
-"""
+"""The gateway's YAML file: its engines, their tokens, and the routing of turns. ¶ Invariant: a file describes a gateway
+that can start, or gives a one-line error that names the key and the remedy. No message and no repr shows a token."""
 
 from __future__ import annotations
 
@@ -93,7 +90,7 @@ class UpstreamSection(Section):
 
     @property
     def root(self) -> str:
-        """Address of what is next to /v1."""
+        """Address of the paths next to /v1."""
         return self.url.removesuffix("/v1")
 
     @property
@@ -114,7 +111,7 @@ _CREDENTIALS = ("api_key", "api_key_env", "api_key_file", "basic_auth")
 
 
 def _require_sendable(secret: str) -> None:
-    """Raises ValueError, without the value, where it cannot be in a header."""
+    """Raises ValueError, without the value, if it cannot be in a header."""
     if not secret or not secret.isascii() or not secret.isprintable():
         raise ValueError("must be one line of printable ASCII characters, and not empty; its value is not shown")
 
@@ -136,6 +133,9 @@ class GatewayConfig(Section):
     turn_timeout_seconds: _Seconds = 3600.0  # of silence about one turn that end it
     max_attempts: _Count = 5  # engines that may fail a turn before it is refused
     control: Annotated[bool, Field(strict=True)] = True  # pass control requests of trainers on to all engines
+    shared: Annotated[bool, Field(strict=True)] = (
+        False  # others send to the same engines, which are asked for their queues
+    )
     workers_from: tuple[str, ...] = ()  # hosts besides this machine whose engines may join: addresses, networks, names
 
     @field_validator("workers_from")
@@ -152,8 +152,8 @@ class GatewayConfig(Section):
 
 
 def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
-    """Read a file such as `examples/gateway.yaml`. `policy` replaces its `route`, and engines on hosts of
-    `workers_from`, rather than of the file's, may join. Raises `ConfigError`."""
+    """Read a file such as `examples/gateway.yaml`. `policy` replaces its `route`, and `workers_from` the file's hosts
+    whose engines may join. Raises `ConfigError`."""
     path = Path(path)
     given: dict[str, Any] = {} if policy is None else {"route": policy}
     if workers_from:
@@ -168,7 +168,7 @@ def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequ
 
 
 def gateway_of(urls: Sequence[str], policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
-    """The gateway of these engines, whose longest contexts are asked for. Raises ValueError."""
+    """The gateway of these engines, which are asked for their longest contexts. Raises ValueError."""
     for number, url in enumerate(urls):
         if url in urls[:number]:  # it is not shown, as it may hold a password
             raise ValueError(f"--engine number {number + 1} repeats an earlier one; name each engine once")

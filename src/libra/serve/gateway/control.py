@@ -1,7 +1,7 @@
 """Control requests of trainers, passed on to all engines, and requests that any engine can answer.
 
-Invariant: a control request goes to every engine in service at the same time, and the worst answer is the client's. An
-engine that cannot be reached has status 502. Engines out of service miss it.
+Invariant: a control request goes to every engine in service at the same time, and the client gets the worst answer. An
+unreachable engine counts as status 502. Engines out of service do not get it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Control:
         return _worst([] if failed is None else [failed])
 
     async def _sizes(self, request: web.Request) -> list[int]:
-        """Ranks of each engine in service. Raises `RefusedRequest` where one does not tell."""
+        """Ranks of each engine in service. Raises `RefusedRequest` if one does not report them."""
         engines = self.upstreams.instances
         answers = await asyncio.gather(*(self._ask(it, request, None, path="/get_world_size") for it in engines))
         try:
@@ -178,7 +178,7 @@ class Control:
 
 
 def _worst(answers: list[ControlAnswer]) -> web.Response:
-    """The answer with the highest status, the first engine's of several."""
+    """The answer with the highest status; of several, the first engine's."""
     if not answers:
         return refused("no engine is healthy: see GET /engines", 503, RETRY_AFTER)
     return _answered(max(answers, key=lambda answer: answer.status))

@@ -1,4 +1,4 @@
-"""Counts of what has passed through a gateway."""
+"""Counts of a gateway's turns, tokens and failures."""
 
 from __future__ import annotations
 

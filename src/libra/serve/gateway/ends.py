@@ -1,7 +1,7 @@
 """Ends of trajectories: finished by their client, forgotten, or given up after a time without turns.
 
-Invariant: a finished trajectory is kept before the policy learns from it, and learned from once. One that its client
-never finishes is kept as unfinished: its length is a lower bound.
+Invariant: a finished trajectory is kept before the policy learns from it, and learned from once. A trajectory that its
+client never finishes is kept as unfinished: its length is a lower bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True):
-    """Outcome of a trajectory, as its client reports it."""
+    """Outcome of a trajectory, as reported by its client."""
 
     reward: float | None = None
     policy_version: Tokens = 0
@@ -57,7 +57,7 @@ class TrajectoryEnds:
     _ending: set[str] = field(default_factory=set, init=False)  # finished by their client during a turn
 
     def finish(self, id: str, outcome: Finish) -> Trajectory:
-        """Raises KeyError for an unknown one, ValueError where its last turn has no answer, and `DiskError`."""
+        """Raises KeyError for an unknown trajectory, ValueError if its last turn has no answer, and `DiskError`."""
         trajectory = self.trajectories.whole(id, outcome.reward, outcome.policy_version)
         self.keep(trajectory)
         self._drop(id, End.FINISHED, trajectory)
@@ -68,9 +68,9 @@ class TrajectoryEnds:
         return trajectory
 
     def finish_session(self, id: str) -> int:
-        """End a trajectory whose client tells no outcome, and maybe does not wait for its last turn: then it ends once
-        that is over. One whose last turn got no answer is kept as unfinished. Returns its turns that were answered
-        so far. Raises `DiskError`."""
+        """End a trajectory whose client reports no outcome. If its last turn is in flight, it ends once that is over.
+        If its last turn got no answer, it is kept as unfinished. Returns the number of its answered turns so far.
+        Raises `DiskError`."""
         turns = self.trajectories.answered_turns(id)
         if self.trajectories.is_in_flight(id):
             self._ending.add(id)
@@ -98,7 +98,7 @@ class TrajectoryEnds:
         return self._leave(id, End.FORGOTTEN, None)
 
     def expire(self, id: str) -> None:
-        """Give up a trajectory that its client does not finish. Where it cannot be kept, it is given up later."""
+        """Give up a trajectory that its client does not finish. If it cannot be kept now, it is given up later."""
         bound = self.trajectories.so_far(id)
         if bound is not None:
             try:

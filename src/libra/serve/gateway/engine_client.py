@@ -1,4 +1,4 @@
-"""The HTTP client through which a gateway talks to its engines."""
+"""The HTTP client of a gateway for its engines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Gauges of an engine, as it tells Prometheus: requests in its batch and queue, and how full its KV memory is.
-
-Invariant: a gauge that the engine does not tell is None, and never a guess.
-"""
+"""Gauges of an engine from its Prometheus metrics: requests in its batch and queue, and the use of its KV memory. ¶
+Invariant: a gauge that the engine does not report is None, never a guess."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def read_gauges(text: bytes) -> EngineGauges:
 
 
 async def gauges_of(engine: Upstream, client: EngineClient) -> EngineGauges:
-    """Ask an engine, at /metrics beside its /v1."""
+    """Query an engine's /metrics, next to its /v1."""
     try:
         async with client.session.get(
             f"{engine.section.root}/metrics",

@@ -1,9 +1,6 @@
-"""Server-sent events, cut out of a stream without changing it.
-
-Invariant: the events' bytes, joined, are the stream's bytes. That is why an event stream is no library's: parsers give
-the fields of an event without its bytes
-(https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
-"""
+"""Server-sent events, cut out of a stream without changing it. ¶ Invariant: the events' bytes, joined, are the stream's
+bytes. No library is used for this, since parsers give the fields of an event without its bytes
+(https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _EVENT_END = re.compile(rb"(?>\r\n|\r|\n)(?:\r\n|\r|\n)")  # the end of a line, 
 
 
 def data_of(event: bytes) -> bytes:
-    """The values of its `data` fields, each a line."""
+    """The values of an event's `data` fields, one a line."""
     values = []
     for line in _LINE_END.split(event.removeprefix(_BOM)):
         field, _, value = line.partition(b":")
@@ -35,7 +32,7 @@ class EventStream:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Finished events, each with the empty line at its end, and comment lines at once: they are keep-alives. Raises
-        ValueError for an event that grows without end."""
+        ValueError for an event above the size limit."""
         held = self._held
         if not held and not self._after_cr and b"\r" not in chunk:
             *events, rest = chunk.split(b"\n\n")

@@ -1,7 +1,5 @@
-"""Endpoints at which turns arrive: where each is at an engine, and how its bodies and answers are read.
-
-A new endpoint is an entry of `FORMATS`, with a `TurnBody` and an `AnswerReader` if its shapes are new.
-"""
+"""Endpoints of turns: their paths on engines, and the readers of their bodies and answers. A new endpoint is an entry
+of `FORMATS`, with a `TurnBody` and an `AnswerReader` if its shapes are new."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Health checks of the engines, and the end of turns whose engine is silent.
 
-Invariant: no turn waits for ever: an unhealthy engine that sends nothing at all for `engine_timeout_seconds` loses all
-its turns, a healthy one that sends nothing of a turn for `turn_timeout_seconds` loses that turn. An engine whose
-longest context is not known is asked for it before it is in service.
+Invariant: no turn waits for ever: an unhealthy engine that sends nothing for `engine_timeout_seconds` loses all its
+turns; a healthy one that sends nothing of a turn for `turn_timeout_seconds` loses that turn. An engine with an unknown
+longest context is asked for it before it is in service.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HealthMonitor:
         self._aborting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Check every engine once, and go on checking."""
+        """Check every engine once, and continue to check them."""
         engines = list(self._upstreams.all.values())
         await asyncio.gather(*map(self.check, engines))
         for index, engine in enumerate(engines):
@@ -78,7 +78,7 @@ class HealthMonitor:
         del self._watched[engine]
 
     async def _pause(self, engine: Upstream, seconds: float) -> None:
-        """Wait between two checks: `seconds` while the engine is in service and not in doubt, or else
+        """Wait between two checks: `seconds` while the engine is in service and not in doubt, otherwise
         `RECHECK_SECONDS`."""
         if engine.healthy:
             try:
@@ -119,7 +119,7 @@ class HealthMonitor:
             self._upstreams.mark(engine, healthy=True)
 
     async def _measure(self, engine: Upstream) -> str | None:
-        """Ask for the longest context, and note it. The reason why it is not known."""
+        """Ask for the longest context, and note it. Returns the reason if it remains unknown."""
         url = f"{engine.section.url}/models"
         try:
             async with self._client.session.get(

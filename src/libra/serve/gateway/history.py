@@ -1,8 +1,7 @@
 """Prompts and answers of a session, in a form in which its requests can be compared.
 
-Invariant: a later prompt continues an earlier turn if it begins with the earlier prompt's bytes, and what follows them
-begins with the answer that the engine gave. Both are compared in one form for each kind of prompt: token ids, text, or
-messages.
+Invariant: a later prompt continues an earlier turn if it begins with the earlier prompt's bytes, followed by the
+beginning of the engine's answer. Both are compared in one form for each kind of prompt: token ids, text, or messages.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class PromptKind(ABC):
 
     @abstractmethod
     def following(self, rest: bytes) -> bytes | None:
-        """Comparable form of what follows an earlier prompt. None: the earlier prompt is no prefix. Raises ValueError
-        where it is malformed."""
+        """Comparable form of the rest after an earlier prompt. None: the earlier prompt is no prefix. Raises ValueError
+        if it is malformed."""
 
     @abstractmethod
     def of(self, said: Said) -> bytes | None:
@@ -82,7 +81,8 @@ def _signature(text: str, calls: list[str]) -> bytes:
 
 @dataclass(eq=False)
 class PromptHistory:
-    """A prompt. `open` is its JSON without the last bracket or quote, `seed` a hash of all else that must be equal."""
+    """A prompt. `open` is its JSON without the last bracket or quote, `seed` a hash of all other fields that must be
+    equal."""
 
     open: bytes
     kind: PromptKind

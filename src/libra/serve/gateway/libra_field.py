@@ -17,7 +17,7 @@ Id = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_LENGTH)]
 
 
 class ReportedReturn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tool return at the end of a turn's prompt, as the client describes it."""
+    """The tool return at the end of a turn's prompt, as reported by the client."""
 
     name: Name = UNKNOWN_TOOL
     status: ToolStatus = "unknown"

@@ -1,7 +1,7 @@
 """The live page of a gateway, on a port of its own of 127.0.0.1.
 
-Invariant: the gateway's event loop only copies values; the page is made from them elsewhere, and only while somebody
-looks at it. Engines are asked for their gauges only then, too.
+Invariant: the gateway's event loop only copies values; another process makes the page from them, and only while a
+browser shows it. Engines are queried for their gauges only then, too.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RouterPage:
             await self.look()
 
     def _state(self) -> object:
-        """A value that is another one when the page would be."""
+        """A value that changes whenever the page would."""
         recent, last = self._recent, self._samples[-1]
         engines = tuple((it.id, it.healthy, it.problem, it.bucket) for it in self._gateway.upstreams.all.values())
         rates = last.prompt_rate, last.generated_rate, last.in_flight
@@ -172,8 +172,8 @@ def _clock(seconds: float) -> str:
 async def router_page_at(
     port: int, token: str | None, gateway: Gateway, recent: Recent, policy: str
 ) -> AsyncIterator[str]:
-    """Serves the page of a gateway that runs, to those who show the gateway's own token if it has one: a browser asks
-    for it as for a password. Yields the address; port 0 takes any free port. Raises OSError."""
+    """Serves the page of a running gateway. If the gateway has a token, clients must send it, and a browser asks for it
+    as a password. Yields the address; port 0 takes any free port. Raises OSError."""
     with page_maker() as maker:
         page = RouterPage(gateway, recent, policy, maker)
         following = asyncio.create_task(page.follow())

@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 @contextmanager
 def told_policy_failure() -> Iterator[None]:
-    """Go on after a call that only tells the policy something; it knows less then."""
+    """Continue after a failed call that only informs the policy; it then knows less."""
     try:
         yield
     except PolicyError as error:
@@ -25,7 +25,7 @@ def told_policy_failure() -> Iterator[None]:
 
 @web.middleware
 async def answering_policy_failure(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers a request that the policy failed with status 500; how it failed is for the log alone."""
+    """Answers a request with status 500 if the policy fails on it; only the log has the error."""
     try:
         return await handler(request)
     except PolicyError as error:

@@ -1,7 +1,5 @@
-"""Memory of what a gateway did lately: decisions, tokens of engines, and lengths of trajectories that ended.
-
-Invariant: its memory has a bound, whatever passes: it keeps the latest of each.
-"""
+"""A gateway's recent decisions, tokens of engines, and lengths of ended trajectories. ¶ Invariant: its memory is
+bounded: it keeps the latest of each."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class RecentDecision:
 
 
 class Recent(Watcher):
-    """Remembers what it watches; `clock` gives wall-clock seconds."""
+    """Remembers the events that it watches; `clock` gives wall-clock seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.decisions: deque[RecentDecision] = deque(maxlen=DECISIONS)
@@ -45,12 +43,12 @@ class Recent(Watcher):
 
     @property
     def turns(self) -> int:
-        """Turns that have come and are not over."""
+        """Turns that have arrived and are not over."""
         return len(self._open)
 
     @property
     def waiting(self) -> int:
-        """Turns of these that have had no engine yet."""
+        """Those of these turns that have had no engine yet."""
         return sum(not engine for engine in self._open.values())
 
     def engine_of(self, trajectory: str) -> str:

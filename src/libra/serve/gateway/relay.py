@@ -1,7 +1,7 @@
 """One turn on one engine: forwards the body, and passes the answer back unchanged.
 
 Invariant: until the first byte of an answer has reached the client, an engine's failure gives no response, and the
-caller may retry elsewhere; after that it is an error event at the end of the stream.
+caller may retry on another engine; after that it is an error event at the end of the stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PASSED = ("Content-Type", "Content-Encoding", "Retry-After", "Server-Timing")  
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """A turn that an engine had."""
+    """A turn that an engine served."""
 
     response: web.StreamResponse | None  # to the client; None: nothing has reached it, and the turn may be retried
     usage: Usage | None = None  # None: not answered, or the engine did not report it
@@ -112,7 +112,7 @@ async def _whole(request: web.Request, attempt: Attempt, answer: ClientResponse,
 async def _stream(
     request: web.Request, response: web.StreamResponse, attempt: Attempt, answer: ClientResponse, reader: AnswerReader
 ) -> Usage | None:
-    """Pass events on as they end. None: the client has gone, or the engine reported no usage."""
+    """Pass each event on when it ends. None: the client has left, or the engine reported no usage."""
     events = EventStream()
     latest = b""  # event
     while chunk := await answer.content.readany():
@@ -136,7 +136,7 @@ async def _stream(
 
 
 async def _write(response: web.StreamResponse, request: web.Request, data: bytes) -> bool:
-    """Write to the client. False: it has gone."""
+    """Write to the client. False: it has left."""
     try:
         if not response.prepared:
             await response.prepare(request)

@@ -1,4 +1,4 @@
-"""Contents of an engine's answer: token ids, text, and calls of tools."""
+"""Contents of an engine's answer: token ids, text, and tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libra.serve.answers import decoded
 
 
 class _Part(msgspec.Struct):
-    """A part of a message; Anthropic's may be the call of a tool."""
+    """A part of a message; Anthropic's may be a tool call."""
 
     type: str = "text"
     text: str = ""
@@ -61,7 +61,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class Said:
-    """Contents of one answer, as far as it has come."""
+    """Contents of one answer so far."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Said:
     unread: bool = False  # a part of it could not be read
 
     def add(self, answer: bytes) -> None:
-        """Add an answer in one piece, or the data of an event."""
+        """Add a whole answer, or the data of an event."""
         if answer in (b"", b"[DONE]"):
             return
         try:

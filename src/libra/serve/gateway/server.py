@@ -30,6 +30,7 @@ from libra.serve.gateway.ends import TrajectoryEnds, read_finish
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.health import HealthMonitor
+from libra.serve.gateway.others_load import OthersLoad
 from libra.serve.gateway.policy_failures import answering_policy_failure, told_policy_failure
 from libra.serve.gateway.sessions import SESSION_HEADERS, Sessions
 from libra.serve.gateway.turns import RETRY_AFTER, Turns
@@ -42,13 +43,13 @@ _EXPIRE_SECONDS = 60.0  # between two searches for idle trajectories, at most
 _GAUGES = {  # of an engine
     "healthy": "1 if in service.",
     "in_flight": "Turns in flight.",
-    "load_tokens": "Context tokens of the turns in flight.",
+    "load_tokens": "Context tokens of the turns in flight, and of what others do there.",
 }
 
 
 class Gateway:
     """Calls `keep` with every trajectory that ends, finished or not, before anything is learned from it. `keep` may
-    raise `DiskError`: then the trajectory has not ended, and may be ended again. `guarded`: clients show the gateway a
+    raise `DiskError`: then the trajectory has not ended, and may be ended again. `guarded`: clients send the gateway a
     token, which is not for engines."""
 
     def __init__(
@@ -110,10 +111,14 @@ class Gateway:
     async def _running(self, application: web.Application) -> AsyncIterator[None]:
         async with self.client.running(application[CONNECTIONS]):
             await self._health.start()
-            expiring = asyncio.create_task(self._keep_expiring())
+            kept = [asyncio.create_task(self._keep_expiring())]
+            if self._config.shared:
+                others = OthersLoad(self.upstreams, self.client, self.trajectories.contexts, self._config.turn_tokens)
+                kept.append(asyncio.create_task(others.follow()))
             yield
-            expiring.cancel()
-            await asyncio.gather(expiring, self._health.stop(), return_exceptions=True)
+            for task in kept:
+                task.cancel()
+            await asyncio.gather(*kept, self._health.stop(), return_exceptions=True)
 
     def _mark_lost(self, engine: Upstream) -> None:
         if self.upstreams.mark(engine, healthy=False):
@@ -141,7 +146,7 @@ class Gateway:
         return web.Response(status=204)
 
     async def _finish_session(self, request: web.Request) -> web.Response:
-        """The end of a session, as vllm-router's clients send it: without an outcome, and maybe twice."""
+        """The end of a session, as sent by clients of vllm-router: without an outcome, and possibly twice."""
         id = request.query.get("session_id", "")
         if not 1 <= len(id) <= ID_LENGTH:
             given = next((name for name in SESSION_HEADERS if name in request.headers), None)
@@ -173,7 +178,7 @@ class Gateway:
         )
 
     async def _plan(self, _: web.Request) -> web.Response:
-        """The keys of the gateway's file as they hold now, and the lengths seen."""
+        """The present values of the keys in the gateway's file, and the lengths seen."""
         engines = [
             {"name": it.id, "url": it.section.url, "max_model_len": it.capacity_tokens, "bucket": it.bucket}
             for it in self.upstreams.all.values()

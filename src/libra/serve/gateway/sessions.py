@@ -1,7 +1,7 @@
 """The trajectory that a request belongs to: by the field `libra`, a header, the body's metadata, or its prompt.
 
-Invariant: the field wins over headers, and these over metadata. A request that names no trajectory gets the one whose
-history it continues, or a new one of its own.
+Invariant: the field takes precedence over headers, and these over metadata. A request that names no trajectory gets the
+one whose history it continues, or a new one of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sessions:
         self._numbers = count(1)
 
     def of(self, format: TurnFormat, headers: Mapping[str, str], body: TurnBody) -> TurnSession:
-        """Raises ValueError for a name that is malformed, and for a trajectory that asks for several samples."""
+        """Raises ValueError for a malformed name, and for a trajectory that requests several samples."""
         samples = body.samples()
         if (named := _named(headers, body)) is not None:
             if samples > 1:
@@ -63,8 +63,8 @@ class Sessions:
         return TurnSession(LibraField(f"turn {next(self._numbers)}"), lone=True)
 
     def ended(self, session: TurnSession, said: Said | None) -> list[str]:
-        """Remember a trajectory without a name. `said`: None where the turn got no answer. Returns trajectories that
-        are given up for it."""
+        """Remember a trajectory without a name. `said`: None if the turn got no answer. Returns the trajectories given
+        up in exchange."""
         history = session.history
         if history is None:
             return []
@@ -73,8 +73,7 @@ class Sessions:
 
 
 def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
-    """The field of a request that names its trajectory; the tool return is taken from the messages where it is not
-    given."""
+    """The field of a request that names its trajectory. The messages give the tool return if the field does not."""
     if (given := body.libra) is not None:
         if given.tool is None:
             given.tool = body.returned()
@@ -89,7 +88,7 @@ def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
 
 
 def _seed(format: TurnFormat, headers: Mapping[str, str], body: TurnBody) -> int:
-    """Hash of what requests of one session have in common beside the prompt: clients with tokens of their own never
-    share one."""
+    """Hash of the common parts of a session's requests, without the prompt: clients with different tokens never share
+    one."""
     own = headers.get("Authorization")
     return hash((format.path, bytes(body.model), bytes(body.preamble), own))

@@ -1,4 +1,4 @@
-"""The collector that spans go to: the one that is given, or that of the standard variables `OTEL_...`."""
+"""The collector of spans: the given one, or that of the standard variables `OTEL_...`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BASE, _TRACES, _OFF = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES
 
 
 def span_endpoint(given: str | None, variables: Mapping[str, str]) -> str | None:
-    """The address that receives traces; None: spans are not asked for. Raises ValueError for what is no address.
+    """The address that receives traces; None: no spans. Raises ValueError for a malformed address.
 
     >>> span_endpoint("http://127.0.0.1:4318", {})
     'http://127.0.0.1:4318/v1/traces'
@@ -30,7 +30,7 @@ def span_endpoint(given: str | None, variables: Mapping[str, str]) -> str | None
 
 
 def _address(name: str, value: str) -> str:
-    """The value, which `name` holds. It is not shown: it may hold a password."""
+    """The value of the variable `name`. Errors do not show it: it may hold a password."""
     try:
         parts = urlsplit(value)
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

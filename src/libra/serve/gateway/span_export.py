@@ -1,8 +1,8 @@
 """Spans on their way to a collector, by OTLP over HTTP.
 
-Invariant: spans leave in batches, from a thread of their own. A collector that does not answer delays no turn and the
-end by seconds only; it loses spans, which a line a minute says. What is not given here is as the standard variables
-`OTEL_...` say, such as `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER` and `OTEL_EXPORTER_OTLP_HEADERS`.
+Invariant: a separate thread sends spans in batches. A collector that does not answer delays no turn, and the end by
+seconds only; spans are then lost, and a line a minute says so. Other settings come from the standard variables
+`OTEL_...`, such as `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER` and `OTEL_EXPORTER_OTLP_HEADERS`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _ToldExporter(SpanExporter):
-    """Exports to `endpoint`, and tells of lost spans in its own words."""
+    """Exports to `endpoint`, and reports lost spans in its own words."""
 
     def __init__(self, endpoint: str) -> None:
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it tells of each attempt
@@ -47,8 +47,8 @@ class _ToldExporter(SpanExporter):
 
 @contextmanager
 def exported_spans(endpoint: str) -> Iterator[Spans]:
-    """Spans that go to the collector whose traces are received at `endpoint`. At the end those of trajectories that go
-    on are ended, and all are sent."""
+    """Spans that are sent to the collector at `endpoint`. At the end, spans of unfinished trajectories are ended, and
+    all are sent."""
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: _SERVICE}))

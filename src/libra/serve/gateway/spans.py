@@ -1,8 +1,8 @@
 """Spans of trajectories, turns and tool calls, by OpenTelemetry's conventions for generative AI.
 
-Invariant: each turn has one span `chat`, whatever becomes of it. Turns of a trajectory belong to one span
-`invoke_agent`, from the first turn to the trajectory's end, beside a span `execute_tool` for each tool return. A turn
-whose request has a `traceparent` is a child of that, and linked to its `invoke_agent`; the engine gets the turn's own.
+Invariant: each turn has one span `chat`, whatever its outcome. Turns of a trajectory, and a span `execute_tool` for
+each tool return, belong to one span `invoke_agent`, from the first turn to the trajectory's end. A turn whose request
+has a `traceparent` is a child of that, and linked to its `invoke_agent`; the engine gets the turn's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Agent:
 
 
 class Spans(Watcher):
-    """Spans that `tracer` makes of the turns that it watches. `clock` gives wall-clock nanoseconds."""
+    """Makes spans of the watched turns with `tracer`. `clock` gives wall-clock nanoseconds."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], int] = time_ns) -> None:
         self._tracer, self._clock = tracer, clock
@@ -169,7 +169,7 @@ class Spans(Watcher):
 
 
 def _model(turn: RoutedTurn) -> str:
-    """The model's name; empty where the request names none that a span can hold."""
+    """The model's name; empty if the request has none that a span can hold."""
     raw = memoryview(turn.body.model)
     if not 2 < len(raw) <= _MODEL_BYTES:
         return ""

@@ -35,8 +35,8 @@ _list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def tool_of(messages: bytes) -> ReportedReturn | None:
-    """The tool whose return a chat ends with: the name is that of the call with the same id. None: it ends with another
-    message, or the engine has to judge it."""
+    """The tool whose return ends a chat: its name is that of the call with the same id. None: the chat ends with
+    another message, or is left to the engine."""
     if b'"tool"' not in messages:
         return None
     try:

@@ -1,7 +1,6 @@
 """Headers that follow one request through several services.
 
-Invariant: they pass to the engine as the client sent them. The answer has the engine's `X-Request-Id`, or else the
-client's.
+Invariant: they pass to the engine unchanged. The answer has the engine's `X-Request-Id`, or else the client's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _FOLLOWING = (REQUEST_ID, "traceparent", "tracestate")
 
 
 def sendable(name: str, value: str) -> str:
-    """The value of a client's header. Raises `RefusedRequest` where no header can hold it."""
+    """The value of a client's header. Raises `RefusedRequest` if no header can hold it."""
     if not (value.isascii() and value.isprintable()):
         raise RefusedRequest(f"the header {name} holds more than printable ASCII characters", 400)
     return value

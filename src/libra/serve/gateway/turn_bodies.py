@@ -1,7 +1,7 @@
 """Bodies of requests that generate, one class for each shape that clients send.
 
 Invariant: only fields that routing needs are decoded. Prompts stay raw JSON: a prompt of token ids is counted without
-decoding it, and bodies are forwarded unchanged but for added fields. Lengths are tokens.
+decoding it, and bodies are forwarded unchanged except for added fields. Lengths are tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
 
     @property
     def limits(self) -> tuple[msgspec.Raw, ...]:
-        """Fields that limit the tokens to generate, the one that counts first."""
+        """Fields that limit the tokens to generate, in order of precedence."""
         raise NotImplementedError
 
     @property
@@ -57,12 +57,12 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return msgspec.Raw()
 
     def returned(self) -> ReportedReturn | None:
-        """The tool return that the history ends with, where the shape names it."""
+        """The tool return that ends the history, if the shape names it."""
         return None
 
     @property
     def session_id(self) -> str | None:
-        """The session that `metadata` names. Raises ValueError where it is malformed."""
+        """The session named by `metadata`. Raises ValueError if it is malformed."""
         metadata = bytes(self.metadata)
         if metadata in _ABSENT:
             return None
@@ -75,7 +75,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the client wants a usage event. Raises ValueError where stream_options are malformed."""
+        """Whether the client wants a usage event. Raises ValueError if stream_options are malformed."""
         if len(memoryview(self.stream_options)) > FIELD_BYTES:
             raise ValueError(f"stream_options: more than {FIELD_BYTES} bytes")
         if bytes(self.stream_options) in _ABSENT:
@@ -96,8 +96,8 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return bytes(memoryview(self.priority)[:5]) not in _ABSENT
 
     def needs(self, longest: int, usual: int) -> tuple[int, int]:
-        """Tokens of its context, and of the room beyond: `usual` where the body gives no limit. Raises ValueError for
-        a turn that no engine of `longest` tokens can ever hold."""
+        """Tokens of its context, and of the room beyond: `usual` if the body gives no limit. Raises ValueError for a
+        turn that no engine of `longest` tokens can ever hold."""
         most = next((it for it in map(_count, self.limits) if it is not None), None)
         context, counted = self.prompt_tokens()
         if (context if counted else 1) + (most or 1) > longest:
@@ -109,7 +109,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return context, most or max(1, min(usual, longest - context))
 
     def prompt_tokens(self) -> tuple[int, bool]:
-        """Tokens, and whether that is exact: it is for a prompt of token ids; text is guessed by its length."""
+        """Tokens of the prompt, and whether that is exact: token ids are counted, text is estimated by its length."""
         prompt = bytes(self.history).strip()
         if prompt.startswith(b"[") and b'"' not in prompt:  # without a copy: it may have megabytes
             tokens = 0 if _EMPTY_LIST.fullmatch(prompt) else prompt.count(b",") + 1
@@ -117,7 +117,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return -(-(len(prompt) + len(memoryview(self.preamble))) // _CHARACTERS), False
 
     def samples(self) -> int:
-        """Sequences that it asks for: its prompts, each as often as `choices` says."""
+        """Number of requested sequences: its prompts, each multiplied by `choices`."""
         return self.prompts() * (_count(self.choices) or 1)
 
     def prompts(self) -> int:
@@ -201,7 +201,7 @@ class _SGLangSampling(msgspec.Struct):
 
 
 class SGLangBody(TurnBody, kw_only=True):
-    """SGLang's /generate. A batch whose prompts have sampling parameters of their own is refused."""
+    """SGLang's /generate. A batch with separate sampling parameters for each prompt is refused."""
 
     input_ids: msgspec.Raw = msgspec.Raw()
     text: msgspec.Raw = msgspec.Raw()
@@ -272,13 +272,13 @@ _stream_options, _metadata = msgspec.json.Decoder(_StreamOptions), msgspec.json.
 
 
 def _count(value: msgspec.Raw) -> int | None:
-    """A whole number above 0. None: the field is absent, or is not one, which the engine refuses."""
+    """A whole number above 0. None: the field is absent, or not such a number, which the engine refuses."""
     digits = bytes(memoryview(value)[: _LONGEST_COUNT + 1])
     return int(digits) or None if digits.isdigit() and len(digits) <= _LONGEST_COUNT else None
 
 
 def _listed(prompt: msgspec.Raw) -> int:
-    """Prompts in a field that holds one, or a list of them: of texts, or of lists of token ids."""
+    """Prompts in a field with one or a list of them: of texts, or of lists of token ids."""
     if _SEVERAL.match(memoryview(prompt)) is None:  # without a copy: it may have megabytes
         return 1
     listed = bytes(prompt)  # counted without an object for each prompt: there may be millions

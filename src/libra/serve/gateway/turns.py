@@ -1,4 +1,4 @@
-"""The way of a turn through the gateway: to its trajectory, to the engine that the policy chooses, and back.
+"""The path of a turn through the gateway: to its trajectory, to the policy's engine, and back.
 
 Invariant: a turn is retried on another engine until its answer begins to reach the client, and counted once. The policy
 is called from one event loop, so its calls are ordered.
@@ -77,7 +77,7 @@ class Turns:
             self._ended(turn, relayed)
 
     def _begun(self, format: TurnFormat, request: web.Request, raw: bytes) -> RoutedTurn:
-        """Raises ValueError for a request that no engine is to see."""
+        """Raises ValueError for a request that must not reach an engine."""
         body = format.read(raw)
         context, room = body.needs(self.upstreams.longest, self.config.turn_tokens)
         wants_usage = format.asks_usage and body.wants_usage
@@ -88,8 +88,8 @@ class Turns:
         return RoutedTurn(request, format, body, raw, session, needed, returned, room, wants_usage)
 
     def _admitted(self, session: TurnSession) -> TurnSession:
-        """The session, or one of its own for a turn that cannot be of it. Raises `RefusedRequest` where there are too
-        many trajectories for a new one."""
+        """The session, or a new one for a turn that cannot belong to it. Raises `RefusedRequest` if there are too many
+        trajectories for a new one."""
         id = session.field.trajectory
         if not session.strict and self.trajectories.is_in_flight(id):
             return self.sessions.lone()
@@ -182,14 +182,14 @@ class Turns:
         )
 
     def _judge(self, engine: Upstream, failure: TurnFailure) -> None:
-        """Take an engine that has gone out of service, and have one checked that answered with an error."""
+        """Handle an engine that has left service, and have one checked that answered with an error."""
         if failure.fault is Fault.GONE:
             self.lost(engine)
         elif failure.fault is not Fault.SILENT:
             self.health.doubt(engine)
 
     def _blame(self, engine: Upstream, failing: list[Upstream]) -> None:
-        """Note that `engine` served a turn that others failed. Where none serves it, the turn may be to blame."""
+        """Note that `engine` served a turn that others failed. If none serves it, the turn may be to blame."""
         engine.served()
         for other in failing:
             if other.strike():
@@ -228,7 +228,7 @@ class Turns:
 
 
 def _trouble(relayed: Relayed | None) -> str:
-    """Why a turn was not counted, in a word."""
+    """Reason why a turn was not counted, in a word."""
     if relayed is None:
         error = sys.exception()
         return "no error" if error is None else type(error).__name__

@@ -1,11 +1,10 @@
 """Sessions of clients that name none: a prompt belongs to the session whose last prompt and answer it continues.
 
 Invariant: of the sessions that a prompt continues it gets the one with the longest last prompt, and of these the one
-with the longest answer. Where several could be meant and no answer tells them apart, it gets none: a turn never counts
-for another session. There are never more than `most` sessions; a session takes a kilobyte at most, whatever its
-prompts. A search hashes the prompt once, by blocks.
-
-Two sessions with the same prompt and the same answer have the same history, so either may go on.
+with the longest answer. If several match and no answer distinguishes them, it gets none: a turn never counts for
+another session. There are never more than `most` sessions; a session takes a kilobyte at most, whatever its prompts. A
+search hashes the prompt once, by blocks. Two sessions with the same prompt and the same answer have the same history,
+so either may continue.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SAME_PROMPT = 512  # sessions of one prompt that are told apart; beyond it the 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A session between two turns. An answer is kept as length and hash."""
+    """A session between two turns. Its answer is kept as length and hash."""
 
     end: tuple[int, int, int]  # `PromptHistory.end` of its last prompt
     unanswered: bool
@@ -46,7 +45,7 @@ class UnnamedSessions:
         return len(self._waiting)
 
     def claim(self, history: PromptHistory) -> str | None:
-        """The session that goes on with this prompt, which waits no longer."""
+        """The session that this prompt continues; it waits no longer."""
         content = history.open
         for blocks in range(len(history.marks) - 1, -1, -1):
             mark = history.marks[blocks]
@@ -66,8 +65,8 @@ class UnnamedSessions:
         return None
 
     def keep(self, id: str, history: PromptHistory, said: bytes | None, answered: bool) -> list[str]:
-        """Let a session wait for its next prompt. `said` is the comparable form of the answer, None where the answer
-        does not tell. Returns sessions that are given up for it."""
+        """Let a session wait for its next prompt. `said` is the comparable form of the answer, None if the answer has
+        none. Returns the sessions given up in exchange."""
         waiting = _Waiting(history.end, not answered)
         if answered and said is not None:
             waiting.length, waiting.digest = len(said), hash(said)
@@ -84,7 +83,7 @@ class UnnamedSessions:
         return list(dict.fromkeys(given_up))
 
     def drop(self, id: str) -> None:
-        """Let a session wait no longer; no error if it does not."""
+        """Let a session wait no longer; no error if it does not wait."""
         waiting = self._waiting.pop(id, None)
         if waiting is None:
             return
@@ -102,7 +101,7 @@ class UnnamedSessions:
 
 
 def _continued(at: dict[str, _Waiting], history: PromptHistory, end: int) -> str | None:
-    """The session among those with one last prompt, which ends at `end`, that the prompt continues."""
+    """The session that the prompt continues, among those with one last prompt, which ends at `end`."""
     rest = history.open[end:]
     if not rest:
         return next((id for id, waiting in at.items() if waiting.unanswered), None)

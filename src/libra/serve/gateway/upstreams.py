@@ -1,8 +1,8 @@
 """The engines behind the gateway, and their turns in flight.
 
-Invariant: an engine is in service from a passed health check until it fails a turn or a check, or leaves. One that
-answers with errors turns that another engine then serves rests after `_STRIKES` of them. Turns that wait for an engine
-are woken whenever one returns to service or a turn ends.
+Invariant: an engine is in service from a passed health check until it fails a turn or a check, or leaves. After
+`_STRIKES` turns that it fails and another engine then serves, it is out of service for a while. Turns that wait for an
+engine are woken whenever one returns to service or a turn ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REST_SECONDS = 10.0  # out of service after these
 
 
 class Fault(Enum):
-    """Kinds of failure, by what becomes of the engine."""
+    """Kinds of failure, by their consequence for the engine."""
 
     GONE = auto()  # it leaves service
     ERROR = auto()  # it stays, unless other engines serve what it fails
@@ -37,8 +37,8 @@ class Fault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TurnFailure:
-    """Reason why a turn got no answer from an engine. It is a value, since an exception that is kept refers to the
-    frames that it passed through, and they to it."""
+    """Reason why a turn got no answer from an engine. It is a value, since a stored exception refers to its frames, and
+    they to it."""
 
     message: str
     fault: Fault
@@ -46,15 +46,15 @@ class TurnFailure:
 
 
 def untraced(error: BaseException | None) -> None:
-    """Drop the frames that an error and its causes refer to: aiohttp's client keeps errors in some of them, and garbage
-    that refers to itself is rarely collected here."""
+    """Drop the frames that an error and its causes refer to: aiohttp's client keeps errors in some of them, and cyclic
+    garbage is rarely collected here."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 async def whole_of(answer: ClientResponse, most: int) -> bytes:
-    """The body of an answer. Raises ValueError where it has more than `most` bytes."""
+    """The body of an answer. Raises ValueError if it has more than `most` bytes."""
     body = bytearray()
     while piece := await answer.content.readany():
         body += piece
@@ -84,11 +84,11 @@ class Upstream(LiveServer):
         return len(self.attempts)
 
     def served(self) -> None:
-        """Note that it served a turn."""
+        """Note that the engine served a turn."""
         self._strikes = 0
 
     def strike(self) -> bool:
-        """Note that another engine served a turn that it failed. True: it has to rest."""
+        """Note that another engine served a turn that this one failed. True: it has to leave service."""
         self._strikes += 1
         if self._strikes < _STRIKES:
             return False
@@ -97,7 +97,7 @@ class Upstream(LiveServer):
         return True
 
     def authorization(self, request: web.Request | None) -> dict[str, str]:
-        """The header with its own token, or else the client's header."""
+        """The header with the engine's own token, or else the client's header."""
         value = self.section.authorization()
         if value is None and request is not None and (own := request.headers.get("Authorization")) is not None:
             value = sendable("Authorization", own)
@@ -105,7 +105,7 @@ class Upstream(LiveServer):
 
 
 class Attempt:
-    """One turn on one engine: an async context around all waiting for the engine."""
+    """One turn on one engine: an async context around all waits for the engine."""
 
     def __init__(self, upstreams: Upstreams, engine: Upstream, context: int) -> None:
         self.engine = engine
@@ -128,7 +128,7 @@ class Attempt:
         await self._scope.__aexit__(kind, error, trace)
 
     def touch(self) -> None:
-        """Note that the engine has just sent something of the turn."""
+        """Note that the engine has just sent part of the turn."""
         self.last_byte = self.engine.last_byte = asyncio.get_running_loop().time()
 
     def abort(self, failure: TurnFailure) -> None:
@@ -163,8 +163,8 @@ class Upstreams:
         return self._limits or (max(1, self.longest),)
 
     def fleet(self, turn_tokens: int, without: Collection[Upstream] = ()) -> Fleet:
-        """The engines in service, with the room that a turn needs; valid until the next call. `without`: engines that
-        it is not to go to."""
+        """The engines in service, with the room that a turn needs; valid until the next call. `without`: excluded
+        engines."""
         if without:
             left = tuple(engine for engine in self.instances if engine not in without)
             return TurnFleet(left, self.limits, turn_tokens)
@@ -178,7 +178,7 @@ class Upstreams:
         return engine
 
     def leave(self, engine: Upstream) -> None:
-        """Send it no more turns. Those in flight go on."""
+        """Send the engine no more turns. Those in flight continue."""
         del self.all[engine.id]
         self.refresh()
 
@@ -195,7 +195,7 @@ class Upstreams:
         return True
 
     def refresh(self) -> None:
-        """Take account of engines that have changed."""
+        """Update the set of engines after changes."""
         self.longest = max((engine.capacity_tokens for engine in self.all.values()), default=0)
         self.instances = tuple(each for each in self.all.values() if each.healthy)
         self._fleet = IndexedFleet(self.instances, self.limits, 0)

@@ -1,7 +1,5 @@
-"""Tokens that an answer reports, read as it passes: one reader for each shape of answers.
-
-Invariant: a reader changes no byte of an answer. An event that does not parse counts for nothing, and passes.
-"""
+"""Tokens reported by an answer, read as it passes: one reader for each shape of answers. ¶ Invariant: a reader changes
+no byte of an answer. An event that does not parse is passed on and not counted."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class OpenAIReader(AnswerReader):
         return _REPORTS not in event or self._read(data_of(event)) or self._wants_usage
 
     def _read(self, answer: bytes) -> bool:
-        """Take the usage, if there is one. Whether the answer holds anything else."""
+        """Take the usage, if there is one. Returns whether the answer has other content."""
         read = _parsed(_openai, answer)
         if read is None or read.usage is None:
             return True
@@ -103,8 +101,8 @@ class _WholeReader(AnswerReader):
 
 
 class TokenReader(_WholeReader):
-    """vLLM's /inference/v1/generate, whose answers hold token ids, and usage or not. `prompt_tokens` are those of the
-    request."""
+    """vLLM's /inference/v1/generate, whose answers hold token ids, and optionally usage. `prompt_tokens` are those of
+    the request."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
@@ -138,7 +136,7 @@ _sglang = msgspec.json.Decoder(_SGLangAnswer | list[_SGLangAnswer])
 
 
 class SGLangReader(_WholeReader):
-    """SGLang's /generate: each event reports the tokens of its sample up to there."""
+    """SGLang's /generate: each event reports the tokens of its sample so far."""
 
     def __init__(self) -> None:
         self._by_sample: dict[int, Usage] = {}
@@ -201,7 +199,7 @@ class InputReader(AnswerReader):
                 self._take(holder.usage)
 
     def _take(self, usage: _InputUsage) -> None:
-        """Count the whole prompt: Anthropic's `input_tokens` leave out those of the cache."""
+        """Count the whole prompt: Anthropic's `input_tokens` exclude cached ones."""
         if usage.input_tokens is not None:
             cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
             self._prompt = max(self._prompt or 0, usage.input_tokens + cached)
@@ -213,7 +211,7 @@ class InputReader(AnswerReader):
 
 
 class SaidReader(AnswerReader):
-    """Passes all on to `reader`, and collects what the engine says."""
+    """Passes everything to `reader`, and collects the contents of the answer."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self.said: Said = Said()

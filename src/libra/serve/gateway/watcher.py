@@ -53,7 +53,7 @@ class End(StrEnum):
 
 
 class Watcher:
-    """Follows each turn: `begun`, `placed` and perhaps `failed` for each engine, then `ended`; and `closed` each
+    """Follows each turn: `begun`, `placed` and possibly `failed` for each engine, then `ended`; and `closed` for each
     trajectory that ends."""
 
     def begun(self, turn: RoutedTurn) -> None:
@@ -63,17 +63,17 @@ class Watcher:
         """The policy has chosen an engine."""
 
     def headers(self, turn: RoutedTurn) -> Mapping[str, str]:
-        """Headers for the engine, beside or instead of the client's."""
+        """Headers for the engine, added to the client's or replacing them."""
         return {}
 
     def failed(self, turn: RoutedTurn, engine: Upstream, failure: TurnFailure) -> None:
-        """The engine has not served the turn, which may be tried elsewhere."""
+        """The engine has not served the turn, which may be tried on another."""
 
     def ended(self, turn: RoutedTurn, usage: Usage | None, trouble: str) -> None:
-        """The turn is over. `usage`: None without an answer that was counted; `trouble` says why, in a word."""
+        """The turn is over. `usage`: None without a counted answer; `trouble` is the reason, in a word."""
 
     def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
-        """A trajectory has ended, or a turn that is part of none. `trajectory`: None where nothing is known of it."""
+        """A trajectory has ended, or a turn that is part of none. `trajectory`: None if nothing is known of it."""
 
 
 class Watchers(Watcher):
@@ -107,5 +107,5 @@ class Watchers(Watcher):
 
 
 def watched_by(watchers: Sequence[Watcher]) -> Watcher:
-    """All of them as one."""
+    """All watchers as one."""
     return watchers[0] if len(watchers) == 1 else Watchers(watchers) if watchers else Watcher()

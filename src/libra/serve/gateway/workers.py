@@ -1,4 +1,4 @@
-"""Engines that join and leave while the gateway runs, by the requests that routers of the field understand.
+"""Engines that join and leave while the gateway runs, by the usual requests of routers.
 
 Invariant: only hosts that the owner allows may change the engines, and only engines on such hosts may join. By default
 that is this machine.
@@ -28,7 +28,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class JoinBody(msgspec.Struct):
-    """Body of POST /workers. Other fields of the field's routers are ignored."""
+    """Body of POST /workers. Other fields of the usual routers are ignored."""
 
     url: str
     max_model_len: _Count | None = None  # None: the engine is asked
@@ -40,7 +40,7 @@ _join = msgspec.json.Decoder(JoinBody)
 
 @dataclass(slots=True)
 class Workers:
-    """Handlers of requests about engines. Calls `lost` with each that leaves."""
+    """Handlers of requests about engines. Calls `lost` with each engine that leaves."""
 
     upstreams: Upstreams
     health: HealthMonitor
@@ -96,7 +96,7 @@ class Workers:
         return web.Response(text=f"Successfully added worker: {engine.section.root}")
 
     async def leave(self, request: web.Request) -> web.Response:
-        """An engine that is not there has left, so a trainer may say it twice."""
+        """Remove an engine. An unknown engine counts as removed, so a trainer may repeat the request."""
         message = self._leave(request.match_info["url"])
         return web.json_response({"success": True, "message": message, "worker": None})
 
@@ -106,7 +106,7 @@ class Workers:
         return web.Response(text=f"Successfully removed worker: {url}")
 
     async def _join(self, asked: JoinBody) -> Upstream:
-        """An engine that is there already has started again: its prefixes are lost."""
+        """Add an engine. A known engine counts as restarted: its prefixes are lost."""
         section = self._section(asked)
         known = self._found(section.url)
         if known is not None:
@@ -150,7 +150,7 @@ class Workers:
         return section.model_copy(update={"name": section.root.partition("://")[2]})
 
     def _leave(self, url: str) -> str:
-        """Send an engine no more turns. What to say about it."""
+        """Send an engine no more turns. Returns a text for the log."""
         engine = self._found(url)
         if engine is None:
             return f"engine {url} is not there"
@@ -177,7 +177,7 @@ def _query_url(request: web.Request) -> str:
 
 
 def _described(engine: Upstream) -> dict[str, Any]:
-    """An engine in the words of vllm-router."""
+    """An engine, described as by vllm-router."""
     return {
         "url": engine.section.root,
         "model_id": "unknown",

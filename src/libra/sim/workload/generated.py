@@ -32,8 +32,7 @@ def generated_requests(
 ) -> Requests:
     """`count` prompts at `arrivals`, each with `samples_per_prompt` requests at once: outputs of independent lengths
     after one shared prompt. So Poisson `arrivals` of groups are a batch-Poisson process. A single sample shares no
-    tokens.
-    """
+    tokens."""
     if count < 1:
         raise ValueError(f"count is {count}; ask for 1 prompt or more")
     if samples_per_prompt < 1:

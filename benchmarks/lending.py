@@ -1,0 +1,188 @@
+"""Two real vLLM engines on one device: what each way of sharing it gives rollouts and costs users.
+
+Invariant: both engines are real and live throughout; every way serves the same requests, and a miss is attributable
+where the same request meets the SLO alone.
+
+    python -m benchmarks.lending [--cpu] [--rates 4,12] [--seconds 20] [--asynchronous] [--json FILE]
+
+On a GPU the models have the shapes of Qwen3-8B and 4B, and random weights: less than six minutes on an H100 or H200.
+With `--cpu` the device is one core, and the models are tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.command import command_line
+from benchmarks.lending_engines import Engine, Mode, Phase, Setting, run
+from benchmarks.rows import Row, none, report
+from libra.lend.gate import Slo
+
+_MODES: tuple[Mode, ...] = ("alone", "no gate", "serve first", "gate")
+_USE = 0.8
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+_SHAPES = {
+    "serving": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "rollout": {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+}
+
+Said = dict[str, dict[str, Any]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line("lending", __doc__)
+    parser.add_argument("--cpu", action="store_true", help="two tiny models on one of this machine's cores")
+    parser.add_argument("--rates", default="4,12", help="requests a second (default: 4,12)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each way at each rate (default: 20)")
+    parser.add_argument("--asynchronous", action="store_true", help="the serving engine's steps overlap")
+    options = parser.parse_args(arguments)
+    try:
+        rates = [float(rate) for rate in options.rates.split(",")]
+    except ValueError:
+        parser.error(f"--rates {options.rates}: give numbers with commas between them, such as 4,12")
+    if min(rates) <= 0 or options.seconds <= 0:
+        parser.error("--rates and --seconds are above 0")
+    hardware = _hardware(options.cpu)
+    if hardware is None:
+        print("benchmarks.lending: PyTorch sees no GPU here; run it where there is one, or with --cpu", file=sys.stderr)
+        return 2
+    # Before those that count lending is learnt for as long as one of them takes.
+    phases = [
+        Phase("gate", rates[0], options.seconds),
+        *(Phase(mode, rate, options.seconds) for rate in rates for mode in _MODES),
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        slo, setting = (_on_cpu if options.cpu else _on_gpu)(Path(name), options)
+        said = run(setting, phases)[1:]
+    rows, alone = list[Row](), said[0]
+    for phase, outcome in zip(phases[1:], said, strict=True):
+        alone = outcome if phase.mode == "alone" else alone
+        rows += _rows(phase, outcome, alone, slo)
+    print(f"{hardware}; {datetime.now(UTC):%Y-%m-%d}")
+    report(rows, options.json)
+    return 0
+
+
+def _hardware(cpu: bool) -> str | None:
+    import torch
+
+    if cpu:
+        return f"one of {os.cpu_count()} cores, PyTorch {torch.__version__}"
+    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}" if torch.cuda.is_available() else None
+
+
+def _on_gpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]:
+    for name, shape in _SHAPES.items():
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    slo = Slo(ttft=0.5, tpot=0.05)
+    return slo, Setting(
+        Engine(str(directory / "serving"), "bfloat16", False, 20 << 30, 8192, 128, 2048, options.asynchronous),
+        Engine(str(directory / "rollout"), "bfloat16", False, 16 << 30, 8192, 64, 512),
+        str(directory / "device"),
+        pace=slo.pace(_USE),
+        longest=0.05,
+        shortest=0.008,
+        turns=64,
+        prompt=(900, 6000),
+        output=(130, 1000),
+        turn_prompt=(64, 512),
+        turn_output=(128, 2048),
+    )
+
+
+def _on_cpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]:
+    from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+    from libra.backends.tiny_model import write_tiny_model
+    from libra.config.run import ModelConfig
+
+    os.environ.update(WORKER_ENVIRONMENT)
+    for name in _SHAPES:
+        shape = ModelConfig(hidden_size=128, layers=3, heads=4, kv_heads=2, head_dim=32)
+        write_tiny_model(directory / name, shape, "".join(map(chr, range(33, 127))), 512)
+    slo = Slo(ttft=0.5, tpot=0.1)
+    return slo, Setting(
+        Engine(str(directory / "serving"), "float32", True, 64 << 20, 512, 64, 128, options.asynchronous),
+        Engine(str(directory / "rollout"), "float32", True, 64 << 20, 512, 16, 128),
+        str(directory / "device"),
+        pace=slo.pace(_USE),
+        longest=0.025,
+        shortest=0.004,
+        turns=16,
+        prompt=(60, 200),
+        output=(30, 60),
+        turn_prompt=(10, 60),
+        turn_output=(20, 100),
+        core=max(os.sched_getaffinity(0)),
+    )
+
+
+def _rows(phase: Phase, said: Said, alone: Said, slo: Slo) -> Iterator[Row]:
+    case, serving, rollout = f"{phase.rate:g} requests/s, {phase.mode}", said["serving"], said["rollout"]
+    missed, before = _missed(serving, slo), _missed(alone["serving"], slo)
+    served = [(times[0] - arrival, times, output) for arrival, output, times in serving["requests"] if times]
+    yield Row(case, "requests", len(serving["requests"]), "")
+    yield from _tail(case, "TTFT", [ttft for ttft, _, _ in served], (50, 99))
+    yield from _tail(case, "TPOT", [(it[-1] - it[0]) / max(1, len(it) - 1) for _, it, _ in served], (50, 99))
+    yield Row(case, "misses", sum(missed.values()), "")
+    blamed = sum(missed[arrival] and not before.get(arrival, True) for arrival in missed)
+    yield (none if phase.mode == "gate" else Row)(case, "attributable misses", blamed, "")
+    yield from _tail(case, "serving step without its wait", [step[0] for step in serving["steps"]], (50, 99, 100))
+    yield from _tail(case, "wait for the token", serving["waits"], (50, 99, 100))
+    after, between = ([it[0] for it in serving["steps"] if it[1] is lent and it[2]] for lent in (True, False))
+    if len(after) >= 20 and len(between) >= 20:
+        switch = float(np.median(after) - np.median(between))
+        yield Row(case, "a decode step after a grant takes longer by", 1e3 * switch, "ms")
+    if phase.mode != "alone":
+        yield Row(case, "rollout", rollout["tokens"] / phase.seconds, "tokens/s")
+        yield from _tail(case, "rollout step", rollout["steps"], (50, 99, 100))
+    if phase.mode in ("serve first", "gate"):
+        yield Row(case, "lent", rollout["lent"] / phase.seconds, "of the time")
+        yield Row(case, "overstayed grants", rollout["overstayed"], "")
+    if rollout["bounded"]:
+        yield Row(case, "rollout steps over their bound", rollout["over"] / rollout["bounded"], "of them")
+
+
+def _missed(serving: dict[str, Any], slo: Slo) -> dict[float, bool]:
+    """By arrival. A request that did not end in the time after its phase has missed."""
+    return {
+        arrival: len(times) < output
+        or times[0] - arrival > slo.ttft
+        or (times[-1] - times[0]) / max(1, len(times) - 1) > slo.tpot
+        for arrival, output, times in serving["requests"]
+    }
+
+
+def _tail(case: str, what: str, seconds: Sequence[float], ranks: Sequence[float]) -> Iterator[Row]:
+    for rank in ranks if seconds else ():
+        name = "largest" if rank == 100 else f"P{rank:g}"
+        yield Row(case, f"{what}, {name}", 1e3 * float(np.percentile(seconds, rank)), "ms")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

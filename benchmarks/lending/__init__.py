@@ -1,1 +1,0 @@
-"""Cost of lending to the users of a deployment, and its worth to rollouts."""

@@ -1,0 +1,78 @@
+"""The interface of a task that plays its own episodes, and asks the run for completions over HTTP.
+
+Invariant: such a task sees a chat API, and no tokens, engines or devices. All that it asks in one
+`play` is one episode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
+
+from libra.config.run import ConfigError
+from libra.environments.protocol import Prompt
+
+_HELD_OUT = 5  # every fifth task is never trained on
+
+T = TypeVar("T")
+
+
+class EpisodeFailedError(RuntimeError):
+    """An episode that has no reward, for a reason that is not the model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The model as one episode has it."""
+
+    url: str  # base URL of OpenAI's API, for this episode alone
+    key: str  # bearer token
+    also_named: Callable[[str], None]  # requests to the common URL with this X-Session-ID are of this episode, too
+
+
+@runtime_checkable
+class ServedEnvironment(Protocol):
+    """One task. `libra run` calls `prompts` once per split, and `play` for every episode, many at a time.
+
+    The properties may be plain attributes.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def turn_tokens(self) -> int:
+        """Most tokens of a turn, which is cut off there."""
+        ...
+
+    def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
+        """`count` distinct prompts of `split` ("train" or "heldout"); no prompt is in both splits."""
+        ...
+
+    def opened(self, url: str, key: str) -> AbstractAsyncContextManager[object]:
+        """Entered for the time in which episodes are played. `url`: the common base URL of OpenAI's API, where each
+        request has to say by its X-Session-ID of which episode it is."""
+        ...
+
+    async def play(self, prompt: Prompt, seat: Seat) -> float:
+        """Play one episode; returns its reward. What it raises counts as a failure of this task, not of the model."""
+        ...
+
+
+def split_of(tasks: Sequence[T], split: str, count: int, seed: int) -> list[T]:
+    """`count` of the tasks, in an order that follows from `seed`; one task in five is held out, whatever the seed.
+    Raises ConfigError where there are fewer."""
+    order = list(tasks)
+    random.Random("held out").shuffle(order)
+    most = len(order) // _HELD_OUT
+    of_split = order[:most] if split == "heldout" else order[most:]
+    if count > len(of_split):
+        raise ConfigError(
+            f"environment.{split}_prompts is {count}, and {len(of_split)} of {len(order)} tasks are for that: give at"
+            " most as many"
+        )
+    random.Random(f"{split}:{seed}").shuffle(of_split)
+    return of_split[:count]

@@ -1,0 +1,85 @@
+"""Source of weights on a trainer's node: it gives others each publication as deltas from the one before.
+
+Invariant: a version is called complete only if it matches the trainer's checksum. The source keeps its own copy of its
+last publication, so it never relies on memory that a trainer may overwrite: it is late, or reports that the publication
+is gone. Trainers do not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+
+import numpy as np
+
+from libra.backends.transport.shared_memory import Vector, WeightUpdateError
+from libra.backends.weights import delta
+from libra.backends.weights.grid import Sums, Versions
+from libra.lend.weights.feed import Feed
+from libra.lend.weights.wire import NOTHING, Chunk, Complete, pack
+
+
+class Source:
+    """Fills a feed with the chunks from `start` on, before `stop`, with `threads` threads: for a trainer that has all
+    weights, or one of several that each have a shard. It is also the feed's store."""
+
+    def __init__(self, feed: Feed, lineage: str, start: int = 0, stop: int | None = None, threads: int = 1) -> None:
+        grid = feed.grid
+        self._feed, self._lineage = feed, lineage
+        self._start, self._stop = start, len(grid) if stop is None else stop
+        if not 0 <= self._start < self._stop <= len(grid):
+            raise ValueError(f"chunks {self._start} to {self._stop} of {len(grid)}")
+        self._content: Vector = np.zeros(grid.size, np.uint8)  # untouched pages of other shards take no memory
+        self._sums: Sums = np.zeros(len(grid), np.uint32)
+        self._pool = ThreadPoolExecutor(threads, "encode")  # numpy and zlib let go of the interpreter
+        self._ahead = 2 * threads  # chunks
+        self._changing = Lock()  # a chunk of the content, with its version and sum
+        self.versions: Versions = np.full(len(grid), NOTHING, np.int64)
+
+    def chunk(self, number: int) -> Chunk:
+        with self._changing:
+            content = self._held(number).tobytes()
+            return Chunk(number, int(self.versions[number]), NOTHING, 0, int(self._sums[number]), content)
+
+    async def publish(self, version: int, content: Vector, checksum: int | None = None) -> None:
+        """Publish the memory of all weights. `checksum` is the CRC-32 of all of them, for a source that has all. Raises
+        `WeightUpdateError` when the memory held other weights, or was overwritten. The publication is then invalid, and
+        a source of another lineage has to begin."""
+        loop, first, running = asyncio.get_running_loop(), self.versions[self._start] == NOTHING, 0
+        ahead: deque[asyncio.Future[Chunk]] = deque()
+        for number in range(self._start, self._stop + self._ahead):
+            if number < self._stop:
+                ahead.append(loop.run_in_executor(self._pool, self._take, version, number, content))
+            if number < self._start + self._ahead or not ahead:
+                continue
+            chunk = await ahead.popleft()
+            running = zlib.crc32(self._held(chunk.number).view(np.uint8).data, running)
+            if not first:
+                self._feed.add(chunk, pack(chunk))
+        if checksum is not None and running != checksum:
+            raise WeightUpdateError(f"weights v{version} are gone: checksum {running:#010x}, expected {checksum:#010x}")
+        if first:
+            self._feed.begin(self._lineage, self.versions)
+            self._feed.stock(self)
+        complete = Complete(version, self._start, self._stop, checksum)
+        self._feed.add(complete, pack(complete))
+
+    def _take(self, version: int, number: int, content: Vector) -> Chunk:
+        """Copy a chunk that may change at any moment; returns its difference from the copy before."""
+        held, new = self._held(number), self._feed.grid.numbers(content, number).copy()
+        data = new.view(np.uint8).data
+        before, base = int(self._sums[number]), int(self.versions[number])
+        payload = delta.encode(held, new) if base != NOTHING else b""
+        checksum = zlib.crc32(data)
+        if base != NOTHING and len(payload) >= len(data):
+            base, before, payload = NOTHING, 0, bytes(data)
+        with self._changing:
+            np.copyto(held, new)
+            self._sums[number], self.versions[number] = checksum, version
+        return Chunk(number, version, base, before, checksum, payload)
+
+    def _held(self, number: int) -> delta.Numbers:
+        return self._feed.grid.numbers(self._content, number)

@@ -1,0 +1,66 @@
+"""Engines that sleep while their slot trains: the process keeps its compiled code and graphs, and gives its memory up.
+
+Invariant: a worker has one sleeping engine at most. One that sleeps holds no weights and no KV: after it has woken it
+loads the current weights before it serves. One that dies in its sleep is no loss of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from libra.backends.launch.launcher import WorkerLauncher
+from libra.backends.transport.engine_messages import Sleep, Wake
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
+
+
+@dataclass(frozen=True, slots=True)
+class _Asleep:
+    shape: str
+    handle: EngineHandle
+
+
+class SleepingEngines:
+    """By worker. `launcher` started them."""
+
+    def __init__(self, launcher: WorkerLauncher) -> None:
+        self._launcher = launcher
+        self._engines: dict[str, _Asleep] = {}
+
+    def has(self, handle: EngineHandle) -> bool:
+        return any(entry.handle is handle for entry in self._engines.values())
+
+    async def lay(self, handle: EngineHandle, shape: str) -> None:
+        """Put an engine without turns to sleep. Raises what `Handle.ask` raises."""
+        await handle.ask(Sleep(), Acknowledged)
+        self._engines[handle.name] = _Asleep(shape, handle)
+
+    async def of(self, worker: str, shape: str) -> EngineHandle | None:
+        """The worker's sleeping engine of this shape; None: it has none. One of another shape ends."""
+        entry = self._engines.get(worker)
+        if entry is None:
+            return None
+        if entry.shape == shape and not entry.handle.lost:
+            return entry.handle
+        del self._engines[worker]
+        await entry.handle.stop()
+        await self._launcher.gone(entry.handle.link)
+        return None
+
+    async def wake(self, handle: EngineHandle) -> bool:
+        """Have it take its memory, empty. False: it could not, and is lost."""
+        handle.version = -1
+        try:
+            await handle.ask(Wake(), Acknowledged)
+        except (WorkerLostError, WorkerFailedError, TimeoutError) as error:
+            handle.declare_lost(str(error))
+            return False
+        finally:
+            del self._engines[handle.name]
+        return True
+
+    async def stop(self) -> None:
+        """End all in order."""
+        await asyncio.gather(*(entry.handle.stop() for entry in self._engines.values()))

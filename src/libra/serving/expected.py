@@ -1,0 +1,64 @@
+"""Rates that candidates probably serve, by those of candidates that are like them.
+
+Invariant: an expectation says where a search begins and which candidates come first; no candidate is rejected for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from libra.serving.candidate import EnginePool, ServingCandidate
+from libra.serving.draws import ANSWERS, PROMPTS
+
+_SHORT = 0.9  # share of what its prefill engines serve, below which decode engines limit a pair
+_CLOSE = 0.8  # share from which engines of another number probably keep up
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    rate: float  # requests/s
+    hardest: str  # draw
+    sure: bool  # whether all pools are known
+
+
+@dataclass(slots=True)
+class Expectations:
+    """Rates of pools: of prefill and decode engines beside others, and of colocated ones with other batches."""
+
+    _prefill: dict[EnginePool, float] = field(default_factory=dict)  # requests/s, where they limit a pair
+    _decode: dict[EnginePool, tuple[float, bool]] = field(default_factory=dict)  # requests/s; whether they limit it
+    _colocated: dict[tuple[object, ...], Expectation] = field(default_factory=dict)
+
+    def learn(self, candidate: ServingCandidate, rate: float, hardest: str, most: float) -> None:
+        """`most` is the rate that the candidate's prefill engines serve."""
+        first, last = candidate.pools[0], candidate.pools[-1]
+        if candidate.architecture == "colocated":
+            self._colocated[_kind(last)] = Expectation(rate, hardest, True)
+            return
+        limits = hardest == ANSWERS and rate < _SHORT * most
+        if not limits:
+            self._prefill[first] = rate
+        if limits or self._decode.get(last, (0.0, False))[0] < rate:
+            self._decode[last] = rate, limits
+
+    def of(self, candidate: ServingCandidate, most: float) -> Expectation | None:
+        """The rate and the draw that probably limits it; None if nothing is known of colocated engines like these."""
+        first, last = candidate.pools[0], candidate.pools[-1]
+        if candidate.architecture == "colocated":
+            known = self._colocated.get(_kind(last))
+            return known if known is None or known.rate <= most else replace(known, rate=most)
+        most = min(most, self._prefill.get(first, most))
+        alike = [it for it in self._decode if it.shape == last.shape]
+        if not alike:
+            return Expectation(most, PROMPTS, False)
+        near = min(alike, key=lambda it: abs(it.count - last.count))
+        rate, limits = self._decode[near]
+        rate *= last.count / near.count
+        if limits and rate < most:
+            return Expectation(rate, ANSWERS, True)
+        return Expectation(most, PROMPTS, rate >= _CLOSE * most)
+
+
+def _kind(pool: EnginePool) -> tuple[object, ...]:
+    shape = pool.shape
+    return shape.nodes, shape.tensor_parallel_size, shape.pipeline_parallel_size, shape.parallel, shape.drafts

@@ -1,0 +1,78 @@
+"""Simulations of one candidate on the draws of a record, and on the record itself.
+
+Invariant: a run depends only on the question, the candidate, the draw and the rate; none is made twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from libra.serving.candidate import ServingCandidate
+from libra.serving.draws import draws
+from libra.serving.ladder import repeated, sustained_arrivals
+from libra.serving.question import SizingQuestion
+from libra.serving.trial import Trial, trial
+from libra.serving.verdict import Rival, SlowerError
+from libra.sim.workload.requests import RecordedRequest
+
+RECORD = "the record"
+_BRIEFLY = 16  # duration of the arrivals in a short run, in multiples of the shortest allowed wait
+_FEWEST = 50  # least requests of a short run
+
+
+class Runs:
+    """Simulations of one candidate on the draws of the record, the hardest first, and on the record."""
+
+    def __init__(self, question: SizingQuestion, candidate: ServingCandidate) -> None:
+        self.question, self.candidate, self.made = question, candidate, 0
+        its = {it.name: it.requests for it in draws(question.requests)} | {RECORD: question.requests}
+        self.names = tuple(its)
+        self._questions = {name: replace(question, requests=requests) for name, requests in its.items()}
+        self._lasting: dict[tuple[str, float, bool], Trial] = {}
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The draws, or the record where it has none."""
+        return self.names[:-1] or self.names
+
+    def brief(self, name: str, rate: float) -> Trial:
+        """A trial of few requests."""
+        asked = self._questions[name]
+        record = _repeated(asked.requests, sustained_arrivals(asked, rate))
+        return self._trial(asked, record[: max(_FEWEST, ceil(_BRIEFLY * rate * asked.shortest_wait))], rate)
+
+    def lasting(self, name: str, rate: float, *, to_the_end: bool = False, rivals: Sequence[Rival] = ()) -> Trial:
+        """A trial long enough for a lasting rate; with the rate that the question gives, of the requests once. Raises
+        `SlowerError` if it is no faster than one of the rivals."""
+        asked, key = self._questions[name], (name, rate, to_the_end)
+        if key not in self._lasting:
+            least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
+            one = self._trial(asked, _repeated(asked.requests, least), rate, to_the_end, rivals)
+            if one.slower is not None:
+                raise SlowerError(one.slower)
+            self._lasting[key] = one
+        return self._lasting[key]
+
+    def _trial(
+        self,
+        asked: SizingQuestion,
+        requests: tuple[RecordedRequest, ...],
+        rate: float,
+        to_the_end: bool = False,
+        rivals: Sequence[Rival] = (),
+    ) -> Trial:
+        self.made += 1
+        return trial(asked, self.candidate, rate, requests=requests, to_the_end=to_the_end, rivals=rivals)
+
+
+def _repeated(requests: tuple[RecordedRequest, ...], least: int) -> tuple[RecordedRequest, ...]:
+    return _times(requests, max(1, -(-least // len(requests))))
+
+
+@lru_cache(maxsize=16)
+def _times(requests: tuple[RecordedRequest, ...], times: int) -> tuple[RecordedRequest, ...]:
+    """Cached, as all candidates are asked for the same ones."""
+    return repeated(requests, times * len(requests))
