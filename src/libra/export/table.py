@@ -80,8 +80,8 @@ def launch_format(launcher: str) -> Format:
 
 
 def export(plan: Plan, name: str) -> Exported:
-    """The plan for the framework of this name. Raises ValueError for a name that has no export and `ExportError` for a plan that
-    the framework cannot express."""
+    """The plan for the framework of this name. Raises ValueError for a name that has no export, and `ExportError` for a
+    plan that the framework cannot express."""
     framework = framework_named(name)
     if framework is OWN:
         raise ValueError("nothing has to be exported for libra: give the plan to libra run --plan")
