@@ -559,7 +559,7 @@ def test_placed_slots_are_on_the_gpus_that_were_named(here: Path, monkeypatch: p
 
 
 def test_a_plan_for_a_node_of_gpus_is_what_the_run_begins_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3-8B on eight H100: four that share a replica, and engines on the others; all that is checked first passes."""
+    """Qwen3-8B on eight H100: four share a replica, engines have the others, and all that is checked first passes."""
     begun: list[RunConfig] = []
 
     async def run(config: RunConfig, *_: object) -> None:
