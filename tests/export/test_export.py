@@ -68,6 +68,13 @@ def test_the_text_of_a_plan(name: str) -> None:
     assert made.text == path.read_text(encoding="utf-8")
 
 
+def test_states_on_the_host_are_written_or_told() -> None:
+    texts = {name: export(plan_for(name, offload_optimiser=True), name).text for name in ("slime", "prime-rl", "verl")}
+    assert "--optimizer-cpu-offload" in texts["slime"] and "optim_cpu_offload = true" in texts["prime-rl"]
+    told = {name: "this does not say: offload_optimiser True" in text for name, text in texts.items()}
+    assert told == {"slime": False, "prime-rl": False, "verl": True}
+
+
 def settings(text: str) -> dict[str, str]:
     """The `key=value` words of a shell array."""
     words = shlex.split(text[text.index("PLAN_ARGS=(") + len("PLAN_ARGS=(") :], comments=True)
