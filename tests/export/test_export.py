@@ -40,6 +40,20 @@ def plan_for(name: str | None, **changes: object) -> Plan:
     return Planner(CLUSTER, QWEN_14B, recipe_for(name, **changes)).plan(CLASSES)
 
 
+def test_training_on_the_only_node_keeps_to_its_own_gpus() -> None:
+    single = Cluster((replace(A800, count=1),))
+    for plan in (Planner(single, QWEN_14B, recipe_for("trl")).plan(CLASSES), plan_for("trl")):
+        made = export(plan, "trl")
+        accelerate, _ = files(made.text)
+        if made.split.nodes > 1:
+            assert "gpu_ids" not in accelerate
+            continue
+        train = set(accelerate["gpu_ids"].split(","))
+        generate = {gpu for line in served(made.text) for gpu in line["gpus"].split(",")}
+        assert len(train) == accelerate["num_processes"] and train | generate <= set("01234567")
+        assert not train & generate
+
+
 def test_every_framework_of_the_table_has_a_writer() -> None:
     assert set(EMITTERS) == set(FRAMEWORKS)
 

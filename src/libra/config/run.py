@@ -234,6 +234,7 @@ class RunConfig(Section):
     tracking: Literal["wandb", "trackio", "tensorboard", "mlflow"] | None = (
         None  # experiment tracker beside the records
     )
+    otel: str | None = None  # collector of OpenTelemetry spans; None: that of OTEL_EXPORTER_OTLP_ENDPOINT, if it is set
     lending: Annotated[LendingKeys, OfRoom("lending")] | None = None
 
     @model_validator(mode="after")

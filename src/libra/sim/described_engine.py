@@ -26,7 +26,7 @@ _NODE = 8  # GPUs of the node that an engine is assumed to run on, unless its te
 
 @dataclass(frozen=True, slots=True)
 class DescribedEngine:
-    """An engine in a file. `note` gets the source of times, if it is not the expected one."""
+    """An engine in a file. `note` gets the source of times, if it is unusual."""
 
     section: EngineSection
     model: ModelSpec
@@ -84,7 +84,7 @@ class DescribedEngine:
 def described_engine(
     section: EngineSection, key: str, beside: Path, note: Callable[[str], None] = lambda _: None
 ) -> DescribedEngine:
-    """The engine of a section, whose key is `key`. Raises ValueError that opens with the key."""
+    """The engine of a section, whose key is `key`. Raises ValueError that begins with the key."""
     try:
         model = load_model(section.model, note)
     except ConfigError as error:
@@ -112,7 +112,7 @@ def described_engine(
 
 
 def _nodes(section: EngineSection, gpu: GPU) -> NodeClass:
-    """The nodes that an engine runs on. Raises ValueError that opens with the key."""
+    """The nodes that an engine runs on. Raises ValueError that begins with the key."""
     tp, told, network = section.tensor_parallel_size, section.node, section.network_bandwidth
     if told is None:
         try:
