@@ -99,6 +99,11 @@ BAD = [
         change("training.learning_rate", -1.0),
         "training.learning_rate: Input should be greater than or",
     ),
+    (
+        "temperature that no engine takes",
+        change("training.temperature", 2.1),
+        "training.temperature: Input should be less than or equal to 2",
+    ),
     ("infinite rate", change("training.learning_rate", math.inf), "training.learning_rate: Input should be a finite"),
     ("infinite half life", change("planner.half_life", math.inf), "planner.half_life: Input should be a finite number"),
     ("not a number", change("cluster.share", math.nan), "cluster.share: Input should be"),
