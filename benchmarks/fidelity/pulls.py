@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.fidelity.clocked import ClockedEngine, alarms_of, serve
+from benchmarks.fidelity.clocked import ClockedEngine, alarms_of, serve, simulated_steps
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
@@ -87,14 +87,4 @@ def simulated_pulls(
             for request, _ in engine.pulls:
                 ends[request] = now + transfers[request.number].ticks
     assert engine.pool.held == 0
-    return tuple(
-        Step(
-            time=it.start,
-            scheduled=it.scheduled,
-            preempted=it.preempted,
-            cached=it.cached,
-            finished=tuple(finished.get(it.end, ())) if it.scheduled and not ahead else (),
-            free_blocks=it.free_blocks,
-        )
-        for it in iterations
-    )
+    return simulated_steps(iterations, finished={} if ahead else finished)

@@ -173,18 +173,7 @@ def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tup
     iterations: list[Iteration] = []
     workload = _Ended(requests)
     SimCluster([EngineSpec("engine", config, AffineCost(1))], workload, trace=iterations.append).run()
-    return tuple(
-        Step(
-            time=iteration.start,
-            scheduled=iteration.scheduled,
-            preempted=iteration.preempted,
-            cached=iteration.cached,
-            # A step that schedules nothing ends when it begins, as does the one before it: no request finishes there.
-            finished=tuple(workload.finished_at.get(iteration.end, ())) if iteration.scheduled else (),
-            free_blocks=iteration.free_blocks,
-        )
-        for iteration in iterations
-    )
+    return simulated_steps(iterations, finished=workload.finished_at)
 
 
 def vllm_tier(case: Tiered, requests: Sequence[Request]) -> tuple[Step, ...]:
