@@ -1,8 +1,8 @@
 """The ladder of rates, and the highest rungs that candidates serve in simulation.
 
-Invariant: all candidates are compared on the same rungs. The result of one does not depend on the others, nor on the
-process that simulates it, nor on its bound, as long as the bound holds. A candidate also serves every lasting rate with
-the record once.
+Invariant: all candidates are compared on the same rungs. The result of one does not depend on the others, on the
+process that simulates it, or on its bound, as long as the bound holds. A candidate that serves a lasting rate also
+serves the record once at it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def highest_rate(question: SizingQuestion, candidate: ServingCandidate, bound: f
 
 
 def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
-    """As `highest_rate`, for lasting rates: from the highest rate at which the record is served once, downwards. Long
-    runs at rates that are missed end early."""
+    """Like `highest_rate`, for lasting rates: from the highest rate at which the record is served once, downwards. Long
+    runs at failing rates end early."""
     once = highest_rate(question, candidate, bound)
     if once is None or _lasting_arrivals(question, once.rate) <= len(question.requests):
         return once
@@ -75,8 +75,8 @@ def around(
     asked: Callable[[float], Trial], rung: int, bound: float = inf, resolution: int = 1, lowest: int = LOWEST
 ) -> tuple[Trial | None, str]:
     """The trial at the highest rung that passes, to `resolution` rungs, and the last missed objective. The search
-    starts at `rung` in steps that double, downwards until a rung passes or upwards until one is missed, and ends by
-    bisection. Rungs above `bound` count as missed, those below `lowest` are not tried."""
+    starts at `rung` in steps that double, downwards until a rung passes or upwards until one fails, and ends by
+    bisection. Rungs above `bound` count as failed, those below `lowest` are not tried."""
     low, high, step = lowest - 1, HIGHEST + 1, resolution
     rung, passed, missed = max(rung, lowest), None, ""
     while high - low > resolution:
@@ -98,8 +98,8 @@ def around(
 
 
 def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
-    """The last of runs with twice the requests of the one before: a rate that is far too high is missed with few
-    requests, while thousands at once would take long."""
+    """The last of runs with twice the requests of the one before: a few requests suffice to reject a rate that is far
+    too high, while thousands at once would take long."""
     most, least = _lasting_arrivals(question, rate), len(question.requests)
     while True:
         least = min(2 * least, max(most, len(question.requests)))
@@ -117,7 +117,7 @@ def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedR
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A candidate to simulate, with an upper bound on its rate, and the rate that it has to serve to matter."""
+    """A candidate to simulate, with an upper bound on its rate, and the least rate of interest."""
 
     candidate: ServingCandidate
     bound: float = inf  # requests/s

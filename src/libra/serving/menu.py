@@ -1,7 +1,5 @@
-"""The menu: settings from which candidates are made.
-
-Invariant: a menu file is valid, or is refused in one line that names the key. Candidates have a fixed order, each once.
-"""
+"""The menu: the settings of candidates. ¶ Invariant: a menu file is valid, or is refused in one line that names the
+key. Candidates have a fixed order, each once."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (
 
 
 class AfdMenu(Section):
-    """Groups of an engine with attention and FFN on separate GPUs: all pairs of numbers of ranks of which one is a
-    multiple of the other, and whose FFN ranks divide the experts."""
+    """Groups of an engine with attention and FFN on separate GPUs: all pairs of numbers of ranks in which one is a
+    multiple of the other, and the FFN ranks divide the experts."""
 
     attention: _Counts = (8, 16, 32)
     ffn: _Counts = (8, 16)
@@ -68,8 +66,8 @@ class MenuFile(Section):
         return self
 
     def cluster(self, given: Cluster) -> Cluster:
-        """The cluster with only the menu's classes of nodes. Raises ValueError if it lacks one, or if a class is priced
-        that the menu leaves out."""
+        """The cluster with only the menu's classes of nodes. Raises ValueError if it lacks one, or if a price is for a
+        class outside the menu."""
         try:
             taken = (
                 given
@@ -281,7 +279,7 @@ def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
 
 
 def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
-    """Raise ValueError, as the menu has no candidate for the question: `InfeasiblePlanError` if it has one with more
+    """Raise ValueError, since the menu has no candidate for the question: `InfeasiblePlanError` if it has one with more
     GPUs or money."""
     more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
     if not more:

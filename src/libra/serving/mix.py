@@ -1,8 +1,8 @@
 """Engines of many shapes and GPU types for a rate of requests: planned, simulated, and planned again after a miss.
 
 Invariant: a returned mix served the requests within every objective in its own simulation. Its cost is the least for
-the rates that single engines serve, proven by the solver. Many engines together serve more than the sum of single
-engines, so a cheaper mix may exist.
+the rates of single engines, proven by the solver. Many engines together serve more than the sum of single engines, so a
+cheaper mix may exist.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def plan_mix(
 ) -> ServingMix:
     """The cheapest mix that serves the question's rate; `tell` gets progress messages.
 
-    Raises `InfeasiblePlanError` where there are too few GPUs, `NoMixError` where plans keep missing an objective, and
-    ValueError where the question gives no rate.
+    Raises `InfeasiblePlanError` if there are too few GPUs, `NoMixError` if plans keep missing an objective, and
+    ValueError if the question gives no rate.
     """
     rate = question.rate
     if rate is None:
@@ -137,8 +137,9 @@ def single_engines(
 ) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
     """The lasting rate of one engine of each shape in each role, simulated with ample engines of the other role.
 
-    Engines that serve nothing are left out, and of KV tiers all but those with the highest rate. Sending and receiving
-    KV is priced at the slowest network of the menu."""
+    Engines that serve nothing are left out. Of several KV tiers only those with the highest rate are kept. Sending and
+    receiving KV is priced at the slowest network of the menu.
+    """
     if "attention-ffn" in menu.file.architectures:
         raise ValueError("architectures has attention-ffn: a plan does not mix such groups; leave it out, or --plan")
     if "prefill-decode" in menu.file.architectures and len(menu.file.speculative) > 1:

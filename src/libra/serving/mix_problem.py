@@ -77,7 +77,7 @@ class ServingProblem:
     cuts: tuple[tuple[int, ...], ...] = ()  # engines of each option, of plans that were found insufficient
 
     def without(self, counts: tuple[int, ...]) -> ServingProblem:
-        """The problem with a cut for one more plan that was found insufficient."""
+        """The problem with a cut for one more insufficient plan."""
         return replace(self, cuts=(*self.cuts, counts))
 
 
@@ -93,7 +93,7 @@ class ServingPlan:
 
 
 def solve_serving(problem: ServingProblem) -> ServingPlan:
-    """The cheapest plan. Raises `InfeasiblePlanError` where there is none."""
+    """The cheapest plan. Raises `InfeasiblePlanError` if there is none."""
     model = cp_model.CpModel()
     options = problem.options
     # Variables

@@ -1,6 +1,6 @@
 """Service level objectives: limits of latencies, and the number of requests that may exceed them.
 
-Invariant: an objective is met or missed by all requests together, as `sim.outcome` defines the metric: percentiles are
+Invariant: an objective is met or missed by all requests together, with the metric as in `sim.outcome`: percentiles are
 nearest-rank, TPOT is of requests of two tokens or more. A request that did not finish misses every objective.
 """
 
@@ -45,7 +45,8 @@ class Objective:
         return f"{self.metric}_{self.statistic}"
 
     def allowed(self, requests: int) -> int | None:
-        """Number of requests, of `requests`, that may exceed the limit; None for a mean, which limits no single one."""
+        """Number of requests, of `requests`, that may exceed the limit; None for a mean, which limits no single
+        request."""
         percent = PERCENTS.get(self.statistic)
         return None if percent is None else requests + -percent * requests // 100
 

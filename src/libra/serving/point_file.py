@@ -1,7 +1,7 @@
 """Writes a point of an answer as a file of engines, which can be simulated again, changed and kept.
 
-Invariant: with the question's requests at the point's rate, repeated as in the search, the file gives the figures of
-the search's own simulation to the last digit. A part that cannot be written exactly is refused by name.
+Invariant: with the question's requests at the point's rate, repeated as in the search, the file reproduces the search's
+own simulation to the last digit. A part that cannot be written exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from libra.config.units import RATES, written
+from libra.cost.host import NAMED_HOSTS
 from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import NodeClass
 from libra.hardware.cluster_file import described_gpu
@@ -33,7 +34,7 @@ _WIDTH = 120
 
 def write_engines(answer: SizingAnswer, directory: Path | str) -> tuple[Path, ...]:
     """Write a file of engines for each point of the answer, in their order: `point-1.yaml` is the best. Makes the
-    directory. Raises ValueError if it has such files already, which may have been changed, and as `engines_text`."""
+    directory. Raises ValueError if it has such files already, which may have been changed, and like `engines_text`."""
     directory = Path(directory)
     check_engines_directory(directory)
     paths = [directory / f"{_PREFIX}{number}.yaml" for number in range(1, len(answer.points) + 1)]
@@ -58,7 +59,7 @@ def check_engines_directory(directory: Path) -> None:
 
 
 def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -> str:
-    """The command that simulates the file at `path` as the search did."""
+    """The command that simulates the file at `path` like the search."""
     origin = _origin(question)
     requests = "REQUESTS" if origin.requests is None else shlex.quote(origin.requests)
     scale = repr(point.trial.rate / question.natural_rate)
@@ -68,7 +69,7 @@ def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -
 
 
 def engines_text(question: SizingQuestion, point: Point, path: Path | str) -> str:
-    """The text of the file to write at `path`. Raises ValueError where a model, GPU or profile cannot be named."""
+    """The text of the file to write at `path`. Raises ValueError if a model, GPU or profile cannot be named."""
     candidate, link = point.candidate, network(question, point.candidate)
     document: dict[str, Any] = {"engines": [_engines(question, pool) for pool in candidate.pools], "route": ROUTE}
     if link is not None:
@@ -100,7 +101,7 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
     if pool.role != "colocated":
         keys["role"] = pool.role
     keys |= {"model": _model(origin.model, question.model), "gpu": gpu, "node": node}
-    keys |= {"profile": _profile(question, shape), "host": _file(origin.host, "none", "default")}
+    keys |= {"profile": _profile(question, shape), "host": _file(origin.host, "none", *NAMED_HOSTS)}
     keys["tensor_parallel_size"] = shape.tensor_parallel_size
     if shape.pipeline_parallel_size > 1:
         keys["pipeline_parallel_size"] = shape.pipeline_parallel_size
@@ -147,7 +148,7 @@ def _drafts(question: SizingQuestion, drafts: Drafts) -> dict[str, Any]:
 
 
 def _model(given: str, model: ModelSpec) -> str:
-    """The name of a model, or an absolute path. Raises ValueError where neither gives the model."""
+    """The name of a model, or an absolute path. Raises ValueError if neither gives the model."""
     named = str(Path(given).absolute()) if Path(given).exists() else model.name
     try:
         same = load_model(named) == model

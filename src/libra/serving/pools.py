@@ -1,9 +1,6 @@
-"""Upper bounds on the rates of a pair's pools: each is simulated with ample engines of the other role, once for all
-pairs.
-
-Assumption: more or faster engines of the other role, and more engines of one shape, never make a candidate miss an
-objective at a rate that it serves.
-"""
+"""Upper bounds on the rates of a pair's pools: each pool is simulated with ample engines of the other role, once for
+all pairs. Assumption: more or faster engines of the other role, or more engines of one shape, never make a candidate
+miss an objective at a rate that it serves."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class PoolMiss:
 class Pools:
     """Pools of the pairs of one question. Prefill engines serve only prompts; decode engines get them from ample
     engines of the fastest prefill shape with the same class of nodes and drafts as the pair's. The requests are those
-    of the draw that is hardest for the role, in general."""
+    of the draw that is usually hardest for the role."""
 
     def __init__(self, question: SizingQuestion, bounds: Bounds, candidates: Iterable[ServingCandidate]) -> None:
         self.question, self.runs = question, 0

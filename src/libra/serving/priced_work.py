@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of requests on one engine: from floors and numbers of its iterations.
 
-Invariant: no schedule of the simulated engine does the work in less time. A request's price has a share of the fixed
-costs of its iterations. The number of iterations is bounded below by the engine's capacity (`max_num_seqs`,
+Invariant: no schedule of the simulated engine does the work in less time. A request's price includes a share of the
+fixed costs of its iterations. The number of iterations is bounded below by the engine's capacity (`max_num_seqs`,
 `max_num_batched_tokens`, KV), and by TPOT: the mean time of an iteration, weighted by tokens, is no longer than TPOT.
 The most expensive requests are left out, up to the number that may miss an objective.
 """
@@ -97,9 +97,9 @@ class PricedWork:
         """Seconds of requests beyond the fixed cost of iterations, and a credit for all together.
 
         A preempted request gets its next token with the chunk that computes its context again. The chunk pays for the
-        token, but not for the context. There are no more preemptions than blocks by which requests grow, counted twice
-        because of prompts in progress. With drafts requests may grow by the same block repeatedly, so every iteration
-        is priced as such a chunk.
+        token, but not for the context. The number of preemptions is at most twice the number of blocks by which
+        requests grow; twice because of prompts in progress. With drafts requests may grow by the same block repeatedly,
+        so every iteration is priced as such a chunk.
         """
         work = self.work
         price = np.full(len(work), floor.output + self.prices.admission)

@@ -1,6 +1,6 @@
 """The question of a search: model, cluster, requests and objectives.
 
-Invariant: a question in memory is consistent, so it has an answer, if only "nothing on the menu can".
+Invariant: a question in memory is consistent, so it has an answer, which may be "nothing on the menu can".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Sources of the parts of a question, as given by the user, for files that name them."""
+    """Sources of the parts of a question, given by the user, for files that name them."""
 
     model: str  # a file, its directory, or a name
     profile: str  # auto, tables, roofline, or a file
@@ -110,7 +110,7 @@ class SizingQuestion:
 
     @property
     def shortest_wait(self) -> float:
-        """Shortest such limit, in seconds: a growing backlog misses that objective first."""
+        """Shortest such limit, in seconds: a growing backlog misses this objective first."""
         return min(it.limit for it in self.objectives if it.metric != "tpot")
 
     @property
@@ -118,7 +118,7 @@ class SizingQuestion:
         return "cost" if self.prices else "GPU"
 
     def cost(self, candidate: ServingCandidate) -> float:
-        """An hour's price, or GPUs where there are no prices."""
+        """An hour's price, or GPUs if there are no prices."""
         if not self.prices:
             return float(candidate.devices)
         return sum(count * self.prices[name] for name, count in candidate.by_class().items())

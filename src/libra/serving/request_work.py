@@ -1,6 +1,6 @@
 """The work of a question's requests, as columns, and its deadlines.
 
-Invariant: deadlines use only conditions that an objective imposes on all requests but those that may miss it.
+Invariant: deadlines use only conditions that an objective imposes on all requests except those that may miss it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RequestWork:
     """The work of requests, as columns."""
 
     def __init__(self, question: SizingQuestion, *, loaded: bool = False) -> None:
-        """`loaded`: a KV tier may hold prefixes, even whole prompts, of which only the last token is then computed."""
+        """`loaded`: a KV tier may hold prefixes, even whole prompts, so that only the last token is computed."""
         requests = question.requests
         first = requests[0].arrival
         # Seconds at one request a second.
@@ -67,8 +67,8 @@ class RequestWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkDeadline:
-    """All but `misses` requests are served `seconds` after their arrival; those of them that generate do so at `tpot`
-    seconds a token. `of`: the deadline of the prompt alone, or of the whole request."""
+    """All but `misses` requests are served within `seconds` of their arrival, and take at most `tpot` seconds a token
+    if they generate. `of`: the deadline of the prompt alone, or of the whole request."""
 
     of: Literal["prompt", "finish"]
     seconds: Array

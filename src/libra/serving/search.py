@@ -1,8 +1,6 @@
-"""Search for deployments that serve requests within objectives: candidates that a bound does not exclude are simulated.
-
-Invariant: the answer depends only on the question and the menu, not on the number of processes. The Pareto set is the
-one that simulating all candidates would give, under the assumptions of `pools` and `idle`.
-"""
+"""Search for deployments that serve requests within objectives: candidates within the bounds are simulated. ¶
+Invariant: the answer depends only on the question and the menu, not on the number of processes. Under the assumptions
+of `pools` and `idle`, simulating all candidates would give the same Pareto set."""
 
 from __future__ import annotations
 
@@ -44,12 +42,12 @@ def search(
     note: Callable[[str], None] = lambda _: None,
     progress: Callable[[Progress], None] | None = None,
 ) -> SizingAnswer:
-    """The Pareto set of deployments that serve the requests within the objectives: goodput per GPU (or per cost, where
-    the menu has prices) against TTFT and TPOT.
+    """The Pareto set of deployments that serve the requests within the objectives: goodput per GPU (or per cost, if the
+    menu has prices) against TTFT and TPOT.
 
     Cluster, model, requests and menu are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other
     arguments are those of `SizingQuestion` and `engine_profiles`; `jobs` is the number of processes. Raises ValueError
-    where the question cannot have an answer.
+    if the question cannot have an answer.
     """
     file = menu if isinstance(menu, MenuFile) else load_menu(Path(menu))
     return answer(
@@ -86,7 +84,7 @@ def question_of(
     host: str = "default",
     note: Callable[[str], None] = lambda _: None,
 ) -> SizingQuestion:
-    """The question of `search`, read from files where paths are given, with the menu's classes of the cluster."""
+    """The question of `search`, with files read for given paths, and the menu's classes of the cluster."""
     there = menu.cluster(cluster if isinstance(cluster, Cluster) else load_cluster(cluster))
     shape = model if isinstance(model, ModelSpec) else load_model(model, note)
     told = unmeasured(shape)

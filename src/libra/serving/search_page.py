@@ -32,7 +32,7 @@ _HEIGHT = 260
 
 
 def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) -> str:
-    """The page; `files` are those to which the points' engines were written."""
+    """The page; `files` hold the points' engines."""
     return render(
         "search.html",
         title,
@@ -68,7 +68,7 @@ def _tiles(answer: SizingAnswer) -> Iterator[Tile]:
 
 @unchecked
 def pareto_figure(answer: SizingAnswer, metric: str) -> Figure:
-    """Goodput against one of the latencies: a dot for each point of the set, whose latency is the other one."""
+    """Goodput against one of the latencies: a dot for each point of the set, labelled with the other latency."""
     objective = statistic(answer.question, "ttft" if metric == "ttft" else "tpot")
 
     def latency(point: Point) -> float:

@@ -1,4 +1,4 @@
-"""A search as terminal tables, and the words that page and terminal share."""
+"""A search as terminal tables, and the common words of page and terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BY = {
 
 
 def headline(answer: SizingAnswer) -> str:
-    """The best point, and what is known of the rest of the menu."""
+    """The best point, and the certainty about the rest of the menu."""
     if not answer.points:
         return f"No deployment serves within the objectives: {answer.claim()}."
     if not answer.told:
@@ -86,7 +86,7 @@ def axes(answer: SizingAnswer) -> tuple[Objective, Objective]:
 
 
 def alike(answer: SizingAnswer) -> list[list[Point]]:
-    """The points in their order, grouped by equal numbers: settings that are never reached change none of them."""
+    """The points in their order, grouped by equal numbers: settings that are never reached do not change them."""
     groups: dict[tuple[float, ...], list[Point]] = {}
     for point in answer.points:
         same = (point.candidate.devices, point.cost, point.trial.rate, point.trial.ttft, point.trial.tpot)
@@ -95,7 +95,7 @@ def alike(answer: SizingAnswer) -> list[list[Point]]:
 
 
 def row(answer: SizingAnswer, points: Sequence[Point], files: Sequence[Path] = ()) -> tuple[str, ...]:
-    """A row for points with equal numbers, with the names of the files to which the answer's engines were written."""
+    """A row for points with equal numbers, with the names of the files of their engines."""
     point = points[0]
     names = {it.candidate: f"{file.stem}: " for it, file in zip(answer.points, files, strict=False)}
     return (

@@ -98,7 +98,7 @@ def trial(
 def latencies(
     question: SizingQuestion, candidate: ServingCandidate, requests: tuple[RecordedRequest, ...]
 ) -> dict[Metric, Array]:
-    """Seconds that requests take at their own times, by metric: TPOT of those with two tokens or more."""
+    """Seconds of requests at their own times, by metric; TPOT of those with two tokens or more."""
     cluster = _cluster(question, candidate, recorded_requests(requests))
     cluster.run()
     return _durations(cluster.requests)

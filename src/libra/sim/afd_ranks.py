@@ -1,7 +1,5 @@
-"""Engines with attention and FFN on different ranks, as an engines file describes them.
-
-Invariant: an engine that cannot run is refused in a line that opens with the key.
-"""
+"""Engines with attention and FFN on different ranks, from an engines file. ¶ Invariant: an engine that cannot run is
+refused in a line that begins with the key."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
 
 
 def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> AfdCost:
-    """The cost of attention ranks and FFN ranks together. Raises ValueError that opens with the key."""
+    """The cost of attention ranks and FFN ranks together. Raises ValueError that begins with the key."""
     try:
         stages, host = stage_profile(
             engine.nodes,
@@ -89,5 +87,5 @@ def _ranks(afd: AfdSection) -> AttentionFFN:
 
 
 def _ffn_gpu(afd: AfdSection) -> GPU | None:
-    """The GPU of FFN ranks; None: the same as that of attention."""
+    """The GPU of FFN ranks; None: the same as for attention."""
     return None if afd.ffn_gpu is None else gpu_of(afd.ffn_gpu, "afd.ffn_gpu")

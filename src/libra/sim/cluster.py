@@ -1,8 +1,8 @@
 """The event loop of a simulation.
 
 Invariant: events are handled in one total order: by tick, then by kind, then by the number of the engine, the request
-or the order. After the last event of a tick, engines that were touched plan their next step, by their numbers. So the
-outcome does not depend on how often an engine was looked at.
+or the order. After the last event of a tick, affected engines plan their next step, in the order of their numbers. So
+the outcome does not depend on how often an engine was visited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SimCluster(ClusterState):
 
     def run(self) -> None:
         """Run until everything has finished, the time limit, or the end of a tick in which `pause` was called. The next
-        call continues from there. Raises RuntimeError if requests wait for an engine that never comes."""
+        call continues from there. Raises RuntimeError if requests wait for an engine that never appears."""
         self._pausing = False
         collecting = gc.isenabled()
         gc.disable()  # there are no reference cycles, and looking for them would take a third of the time
@@ -92,7 +92,7 @@ class SimCluster(ClusterState):
             what(self.now)
 
     def _interrupted(self, engine: SimEngine, now: int) -> None:
-        """Requests that stopped while an engine planned go on elsewhere."""
+        """Requests that stopped while an engine planned, and continue on other engines."""
         if not engine.borrowed:
             self._go_on(engine)
             return
@@ -130,7 +130,7 @@ class SimCluster(ClusterState):
         self.frontend.arrive(request)
 
     def _stop(self, now: int) -> None:
-        """Stop at the time limit: requests that have not ended are reported as such."""
+        """Stop at the time limit: open requests are reported as unfinished."""
         self.now = now
         self.partial = True
         for engine in self.engines:

@@ -1,8 +1,8 @@
 """A deployment: engines, the policy that routes requests to them, and the times of their weight updates.
 
-Invariant: a deployment that exists can be simulated: every engine is in a bucket, and the policy is known. An engine
-changes weights between two iterations, all its layers at once. Either every context in it is computed again with the
-new weights, or none is.
+Invariant: every deployment can be simulated: each engine is in a bucket, and the policy is known. An engine changes
+weights between two iterations, all its layers at once. Either every context in it is recomputed with the new weights,
+or none is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DEFAULT_DECODE_ROUTE = "least-loaded"
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A weight update. Each engine stops at the end of the iteration that is under way at tick `at`, for `pause` ticks,
-    and continues with new weights. With `refresh` running requests go back to the queue and their KV is computed again;
+    """A weight update. Each engine pauses at the end of the iteration in progress at tick `at`, for `pause` ticks, and
+    continues with new weights. With `refresh` running requests return to the queue and their KV is recomputed;
     otherwise it is kept."""
 
     at: int
@@ -76,13 +76,13 @@ class Deployment:
         return max(engine.config.max_model_len for engine in self.engines)
 
     def decode_policy(self, seed: int = 0) -> Policy | None:
-        """Like `policy`, for the engines that decode; None if there are none."""
+        """Like `policy`, for the decode engines; None if there are none."""
         if self.kv_transfer is None:
             return None
         return load_policy(self.decode_route, sticky=self.sticky, seed=seed)
 
     def policy(self, seed: int = 0) -> Policy:
-        """A new policy, without history. `seed` is for policies that draw."""
+        """A new policy, without history. `seed` is for policies that draw at random."""
         if self.route == RankBalancer.NAME:
             return RankBalancer(sticky=self.sticky)
         return load_policy(self.route, sticky=self.sticky, seed=seed)
@@ -100,7 +100,7 @@ def check_roles(
     engines: Sequence[EngineSpec], transfer: KVNetwork | None, refreshes: Sequence[bool], *, may_come: bool = False
 ) -> None:
     """Raises ValueError unless engines with roles have their counterparts, and a network for their KV. With `may_come`,
-    missing engines may come later."""
+    missing engines may appear later."""
     _check_tiers(engines, refreshes)
     prefill, decode = ([it for it in engines if it.role.name == role] for role in ("prefill", "decode"))
     if not prefill and not decode:
@@ -136,7 +136,7 @@ def _check_tiers(engines: Sequence[EngineSpec], refreshes: Sequence[bool]) -> No
 
 
 def _check_partners(engines: Sequence[EngineSpec]) -> None:
-    """Raises ValueError where a bucket has one role of a pair and lacks the other."""
+    """Raises ValueError if a bucket has one role of a pair and lacks the other."""
     for bucket in sorted({engine.bucket for engine in engines}):
         roles = {engine.role.name for engine in engines if engine.bucket == bucket}
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
@@ -148,7 +148,7 @@ def _check_partners(engines: Sequence[EngineSpec]) -> None:
 
 
 def _check_room_for_kv(engine: EngineSpec, transfer: KVNetwork) -> None:
-    """Raises ValueError where KV of the longest context never comes to a decode engine."""
+    """Raises ValueError if KV of the longest context never fits a decode engine."""
     config = engine.config
     if engine.kv_bytes <= 0:
         raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
@@ -173,7 +173,7 @@ def _check_room_for_kv(engine: EngineSpec, transfer: KVNetwork) -> None:
 
 
 def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int] | None]) -> None:
-    """Raises ValueError unless the ranks of each group are alike, and each update is of whole groups (engines by
+    """Raises ValueError unless the ranks of each group are equal, and each update is of whole groups (engines by
     number; None: all)."""
     groups: dict[str, list[int]] = {}
     for number, engine in enumerate(engines):
@@ -195,7 +195,7 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
 
 
 def check_engines(engines: Sequence[EngineSpec], limits: Sequence[int] | None) -> None:
-    """Raises ValueError unless there are engines, of different names, in buckets that `limits` name."""
+    """Raises ValueError unless there are engines, with different names, in buckets of `limits`."""
     if not engines:
         raise ValueError("engines is empty: give one or more")
     name, count = Counter(engine.name for engine in engines).most_common(1)[0]

@@ -1,6 +1,6 @@
 """The configuration of an engine in a file: the given keys, completed by its model and the memory of its GPUs.
 
-Invariant: an impossible configuration is refused in a line that opens with the key.
+Invariant: an impossible configuration is refused in a line that begins with the key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.sim.expert_ranks import expert_bytes
 
 
 def described_config(engine: DescribedEngine) -> EngineConfig:
-    """The configuration of an engine. Raises ValueError that opens with the key."""
+    """The configuration of an engine. Raises ValueError that begins with the key."""
     section, model, longest = engine.section, engine.model, engine.longest
     if longest > model.max_context:
         raise ValueError(f"max_model_len is {longest}; {model.name} is made for {model.max_context} tokens: lower it")
@@ -114,7 +114,7 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
 
 
 def _no_room(engine: DescribedEngine, tokens: int) -> str:
-    """Why there is KV memory for only `tokens` tokens: names the key that would make room with its usual value."""
+    """Reason why there is KV memory for only `tokens` tokens: names the key that would make room at its usual value."""
     section = engine.section
     left = (
         f"{engine.model.name} leaves KV memory for {tokens:,} tokens on {engine.gpus} x {engine.gpu.name}, less than"

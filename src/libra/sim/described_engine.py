@@ -12,6 +12,7 @@ from pathlib import Path
 from libra.config.recipe import Recipe
 from libra.config.units import RATES, quantity
 from libra.config.yaml_file import ConfigError
+from libra.cost.host import NAMED_HOSTS
 from libra.cost.quantization import Quantization
 from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import GPU, NodeClass
@@ -25,7 +26,7 @@ _NODE = 8  # GPUs of the node that an engine is assumed to run on, unless its te
 
 @dataclass(frozen=True, slots=True)
 class DescribedEngine:
-    """An engine in a file. `note` gets the source of times, if it is not the expected one."""
+    """An engine in a file. `note` gets the source of times, if it is unusual."""
 
     section: EngineSection
     model: ModelSpec
@@ -77,13 +78,13 @@ class DescribedEngine:
     def host(self) -> str:
         """Source of the host overhead."""
         given = self.section.host
-        return given if given in ("none", "default") else str(self.beside / given)
+        return given if given in ("none", *NAMED_HOSTS) else str(self.beside / given)
 
 
 def described_engine(
     section: EngineSection, key: str, beside: Path, note: Callable[[str], None] = lambda _: None
 ) -> DescribedEngine:
-    """The engine of a section, whose key is `key`. Raises ValueError that opens with the key."""
+    """The engine of a section, whose key is `key`. Raises ValueError that begins with the key."""
     try:
         model = load_model(section.model, note)
     except ConfigError as error:
@@ -111,7 +112,7 @@ def described_engine(
 
 
 def _nodes(section: EngineSection, gpu: GPU) -> NodeClass:
-    """The nodes that an engine runs on. Raises ValueError that opens with the key."""
+    """The nodes that an engine runs on. Raises ValueError that begins with the key."""
     tp, told, network = section.tensor_parallel_size, section.node, section.network_bandwidth
     if told is None:
         try:

@@ -1,7 +1,5 @@
-"""KV cache groups of an engine in a file: given ones, or those that vLLM forms out of its model's layers.
-
-Invariant: a model whose layers all read the whole context has none, and the simulator's own blocks.
-"""
+"""KV cache groups of an engine in a file: given ones, or those that vLLM forms from its model's layers. ¶ Invariant: a
+model whose layers all read the whole context has no groups, and uses the simulator's own blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +12,8 @@ _REMEDY = "leave it out, or set disable_hybrid_kv_cache_manager to true"
 
 
 def grouped_layers(engine: DescribedEngine) -> GroupedLayers | None:
-    """Groups of an engine's model; None: it needs none, or the section has its own.
-
-    Raises ValueError that opens with the key for what is not simulated with groups.
-    """
+    """Groups of an engine's model; None: it needs none, or the section has its own. Raises ValueError that begins with
+    the key if the simulator does not support groups with it."""
     section, model = engine.section, engine.model
     if section.kv_groups or model.even:
         return None
@@ -40,7 +36,7 @@ def grouped_layers(engine: DescribedEngine) -> GroupedLayers | None:
 
 
 def told(engine: DescribedEngine, grouped: GroupedLayers) -> str:
-    """Notes on groups that were formed."""
+    """Notes on the formed groups."""
     groups = [
         f"{layers} x {group.kind}{f' {group.tokens}' if group.tokens else ''}"
         for group, layers in zip(grouped.groups, grouped.layers, strict=True)

@@ -1,7 +1,5 @@
-"""KV tiers as files describe them, of one engine or of the engines on a menu.
-
-Invariant: an impossible tier is refused in a line that opens with the key.
-"""
+"""KV tiers in files, of one engine or of the engines on a menu. ¶ Invariant: an impossible tier is refused in a line
+that begins with the key."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ class DescribedTier:
 def tiers_of(
     given: Sequence[DescribedTier], key: str, longest: str, tokens: int, block_size: int, kv_bytes: float, gpus: int
 ) -> tuple[KVTier, ...]:
-    """The tiers of an engine of `gpus` GPUs, on which a token's KV has `kv_bytes` together. Each must hold `tokens`
-    tokens; `longest` describes them in errors. Raises ValueError that opens with the key."""
+    """The tiers of an engine of `gpus` GPUs; `kv_bytes` are a token's KV bytes on all of them. Each tier must hold
+    `tokens` tokens; `longest` describes them in errors. Raises ValueError that begins with the key."""
     tiers: list[KVTier] = []
     block_bytes = block_size * kv_bytes
     for place, it in enumerate(given):

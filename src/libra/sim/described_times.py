@@ -1,6 +1,6 @@
 """Durations of the iterations of an engine in a file: its kernels, those of its drafter, and the host.
 
-Invariant: every time has a source; a time that its source lacks is refused in a line that opens with the key.
+Invariant: every time has a source; a missing time is refused in a line that begins with the key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra.sim.engines_keys import OverheadSection
 
 
 def check_host(engine: DescribedEngine) -> None:
-    """Raises ValueError that opens with the key if the host's times cannot be read."""
+    """Raises ValueError that begins with the key if the host's times cannot be read."""
     try:
         host_part(engine.host, engine.model, lambda _: None)
     except ConfigError as error:
@@ -31,7 +31,7 @@ def of_profile(error: ValueError) -> ValueError:
 
 
 def described_grid(engine: DescribedEngine) -> EngineGrid:
-    """The times of an engine's kernels. Raises ValueError that opens with the key."""
+    """The times of an engine's kernels. Raises ValueError that begins with the key."""
     cluster = Cluster((engine.nodes,))
     try:
         (profile,) = engine_profiles(cluster, engine.model, engine.recipe, engine.source, engine.note, engine.host)
@@ -48,7 +48,7 @@ def described_grid(engine: DescribedEngine) -> EngineGrid:
 
 def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None:
     """The times of the drafter: a model of its own, or one layer of the engine's model, whose times are `grid`. Raises
-    ValueError that opens with the key."""
+    ValueError that begins with the key."""
     drafts = engine.section.speculative
     if drafts is None or drafts.method == "ngram":
         return None
@@ -65,8 +65,8 @@ def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None
 
 
 def host_cost(engine: DescribedEngine, host: HostCost) -> HostCost:
-    """The host overhead: that of the profile, `host`, or the section's if that is unpriced. Raises ValueError that
-    opens with the key."""
+    """The host overhead: the profile's, `host`, or the section's if that has no price. Raises ValueError that begins
+    with the key."""
     section, overhead = engine.section, engine.section.overhead
     if not host.priced:
         return HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")

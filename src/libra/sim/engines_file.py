@@ -1,8 +1,6 @@
-"""Engines as a YAML file describes them.
-
-Invariant: a file gives a deployment that can be simulated, or is refused in one line that names the key and the remedy.
-Lengths are tokens, times are seconds. Keys have vLLM's names where it has them.
-"""
+"""Engines described in a YAML file. ¶ Invariant: a file describes a deployment that can be simulated, or is refused in
+one line that names the key and the remedy. Lengths are tokens, times are seconds. Keys have vLLM's names where it has
+them."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ from libra.sim.rank_balancer import RankBalancer
 
 
 def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None) -> Deployment:
-    """Read a file such as `examples/engines.yaml`. `note` gets the source of times, if it is not the expected one.
-    Raises `ConfigError`."""
+    """Read a file such as `examples/engines.yaml`. `note` gets the source of times, if it is unusual. Raises
+    `ConfigError`."""
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
     try:
@@ -69,7 +67,7 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
 
 def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) -> tuple[EngineSpec, ModelSpec, str]:
     """The serving engine of such a file, its model and its hardware (such as "2 x A100"). Raises `ConfigError`, also if
-    the file describes several engines: each is certified by itself."""
+    the file describes several engines: each is certified separately."""
     path = Path(path)
     engines = load_engines(path, note).engines
     section = read_section(path, EnginesFile, "examples/engines.yaml").engines[0]
@@ -80,7 +78,7 @@ def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) 
 
 
 def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | None) -> EngineSection:
-    """The section with the default of `num_reserved_decode_tokens` filled in. Raises ValueError that opens with the
+    """The section with the default of `num_reserved_decode_tokens` filled in. Raises ValueError that begins with the
     key."""
     given, decodes = section.num_reserved_decode_tokens, section.role == "decode"
     if given and not decodes:
@@ -94,7 +92,7 @@ def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | N
 
 
 def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
-    """The engines of a section, or their ranks. Raises ValueError that opens with the key."""
+    """The engines of a section, or their ranks. Raises ValueError that begins with the key."""
     section = engine.section
     numbers = range(section.count)
     names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
@@ -131,7 +129,7 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
 
 
 def _check_route(route: str, key: str, *others: str, sticky: bool) -> None:
-    """Raises ValueError that opens with the key. `others` are policies that are only allowed for this key."""
+    """Raises ValueError that begins with the key. `others` are policies that are only allowed for this key."""
     try:
         if not is_path(route):
             check_policy(route, (*POLICIES, *others))
@@ -142,7 +140,7 @@ def _check_route(route: str, key: str, *others: str, sticky: bool) -> None:
 
 
 def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
-    """The weight updates of a section. Raises ValueError that opens with the key."""
+    """The weight updates of a section. Raises ValueError that begins with the key."""
     if given is None:
         return ()
     try:
@@ -152,7 +150,7 @@ def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
 
 
 def _check_models(file: EnginesFile) -> None:
-    """Raises ValueError if an engine could not use the KV of another one."""
+    """Raises ValueError if an engine could not use the KV of another."""
     engines = [(f"engines.{index}", it) for index, it in enumerate(file.engines)]
     apart = [it for it in engines if it[1].role != "colocated"]
     _check_alike(apart)
@@ -169,7 +167,7 @@ def _check_models(file: EnginesFile) -> None:
 
 
 def _check_drafters(engines: Sequence[tuple[str, EngineSection]]) -> None:
-    """Raises ValueError unless the engines' drafters keep the same in the KV cache: vLLM's connectors refuse others."""
+    """Raises ValueError unless the engines' drafters store the same KV: vLLM's connectors refuse others."""
     kept = [(key, _drafter(it)) for key, it in engines]
     for key, drafter in kept:
         if drafter != kept[0][1]:

@@ -31,7 +31,7 @@ BATCHED_TOKENS = 8192  # default for an iteration
 
 
 class OverheadSection(Section):
-    """Host overhead of an iteration, which is not part of the times of kernels."""
+    """Host overhead of an iteration, in addition to kernel times."""
 
     iteration: _Seconds = 0.0
     request: _Seconds = 0.0  # for each request in the iteration
@@ -39,7 +39,8 @@ class OverheadSection(Section):
 
 
 class SpeculativeSection(Section):
-    """Drafts, as in vLLM's `speculative_config`. One of rates, length and `accepted` says how many are accepted."""
+    """Drafts, as in vLLM's `speculative_config`. One of rates, length and `accepted` gives the number of accepted
+    ones."""
 
     method: str
     num_speculative_tokens: Annotated[int, Field(strict=True, le=4096)]
@@ -50,7 +51,7 @@ class SpeculativeSection(Section):
     seed: _Index = 0
 
     def drafts(self) -> Speculative:
-        """The drafts of an engine. Raises ValueError that opens with the key."""
+        """The drafts of an engine. Raises ValueError that begins with the key."""
         count, length, rates = (
             self.num_speculative_tokens,
             self.synthetic_acceptance_length,
@@ -107,7 +108,7 @@ class KVGroupSection(Section):
     tokens: _Index = 0  # of the window or of a chunk
 
     def group(self) -> KVGroup:
-        """Raises ValueError that opens with `kv_groups`."""
+        """The group. Raises ValueError that begins with `kv_groups`."""
         return KVGroup(self.kind, self.block_size, self.tokens)
 
 
@@ -132,7 +133,7 @@ class ExpertLoadSection(Section):
 
 
 class NodeSection(Section):
-    """The nodes that an engine runs on, as a cluster file describes them."""
+    """The nodes that an engine runs on, as in a cluster file."""
 
     gpus: _Count
     inter_bandwidth: Any

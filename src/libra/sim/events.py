@@ -1,6 +1,6 @@
 """Events of a simulated cluster, in one total order: by tick, then by kind, then by number.
 
-Invariant: no two events have the same kind and number at one tick, except ends of plans, which are alike.
+Invariant: no two events have the same kind and number at one tick, except ends of plans, which are equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.sim.engine.request import Request
 
 
 class Kind(IntEnum):
-    """Kinds of events, in the order in which those of one tick are handled."""
+    """Kinds of events, in the order of their handling within a tick."""
 
     END = 0  # of an engine's plan, unless it was cut since
     CANCELLATION = 1
@@ -32,7 +32,7 @@ Event = tuple[int, Kind, int, SimEngine | RankGroup | Request | WeightUpdate | A
 
 
 class EventQueue:
-    """A heap of events. Of the requests that are known beforehand, only the next is in it."""
+    """A heap of events. Of the requests known beforehand, it has only the next."""
 
     __slots__ = ("_actions", "_expected", "_heap", "_next")
 
@@ -44,7 +44,7 @@ class EventQueue:
         self._next: Request | None = None  # the expected request whose arrival is an event already
 
     def end(self, engine: SimEngine | RankGroup) -> None:
-        """Add the end of the plan of an engine, or of a group, which has planned or whose plan was cut."""
+        """Add the end of a plan of an engine, or of a group, that has planned or whose plan was cut."""
         heappush(self._heap, (engine.end, END, engine.index, engine))
 
     def act(self, tick: int, action: Action) -> None:
@@ -52,7 +52,7 @@ class EventQueue:
         heappush(self._heap, (tick, ACTION, self._actions, action))
 
     def expect(self, requests: Iterable[Request]) -> None:
-        """Add requests that will arrive, in the order of arrival: possibly a million, made as they are taken."""
+        """Add requests that will arrive, in the order of arrival: possibly a million, made when they are taken."""
         self._expected = iter(requests)
         self._next = next(self._expected, None)
         if self._next is not None:
@@ -65,8 +65,8 @@ class EventQueue:
         heappush(self._heap, (tick, CANCELLATION, request.number, request))
 
     def until(self, limit: int | None) -> Iterator[Event | None]:
-        """Events up to a tick, in order, taken out one by one, those that are added meanwhile included. None follows
-        the last event of each tick. Ends early if `goes_on` is False."""
+        """Events up to a tick, in order, taken out one by one, including those added meanwhile. None follows the last
+        event of each tick. Ends early if `goes_on` is False."""
         heap, now = self._heap, -1  # the tick that is not over
         while heap or now >= 0:
             if now >= 0 and (not heap or heap[0][0] != now):
@@ -93,14 +93,14 @@ class EventQueue:
             yield event
 
     def goes_on(self) -> bool:
-        """Whether an event is left other than a cancellation, an update, or the end of a plan that was cut."""
+        """Whether an event remains other than a cancellation, an update, or the end of a cut plan."""
         return any(
             kind >= ACTION or (isinstance(what, (SimEngine, RankGroup)) and what.busy and what.end == tick)
             for tick, kind, _, what in self._heap
         )
 
     def arrivals(self) -> list[Request]:
-        """Requests that have not arrived: first those that were expected, then the others, each in their order."""
+        """Requests that have not arrived: first the expected ones, then the others, each in their order."""
         following = [] if self._next is None else [self._next, *self._expected]
         coming = [what for _, kind, _, what in sorted(self._heap) if kind is ARRIVAL and what is not self._next]
         return following + [request for request in coming if isinstance(request, Request)]

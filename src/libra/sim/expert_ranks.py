@@ -1,7 +1,5 @@
-"""Data-parallel ranks with expert parallelism, as an engines file describes them.
-
-Invariant: ranks that cannot run are refused in a line that opens with the key.
-"""
+"""Data-parallel ranks with expert parallelism, from an engines file. ¶ Invariant: ranks that cannot run are refused in
+a line that begins with the key."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def check_ranks(engine: DescribedEngine) -> None:
 
 
 def expert_bytes(engine: DescribedEngine) -> float:
-    """Bytes on each GPU of routed experts, and of an MLP's activations for the tokens that are routed to them."""
+    """Bytes on each GPU of routed experts, and of an MLP's activations for the tokens routed to them."""
     section, model, quantization = engine.section, engine.model, engine.quantization
     assert model.experts is not None
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
@@ -81,7 +79,7 @@ def expert_bytes(engine: DescribedEngine) -> float:
 
 
 def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
-    """The cost of data-parallel ranks together. Raises ValueError that opens with the key."""
+    """The cost of data-parallel ranks together. Raises ValueError that begins with the key."""
     section, model = engine.section, engine.model
     if section.pipeline_parallel_size > 1:
         raise ValueError("pipeline_parallel_size with data_parallel_size is not simulated: leave one of them out")

@@ -36,21 +36,21 @@ class Host(Protocol):
         """Cancel a request at a tick."""
 
     def changed(self, engine: SimEngine, sooner: bool) -> None:
-        """Note that an engine may have to plan anew; `sooner`: its plan ends earlier."""
+        """Note that an engine may have to plan again; `sooner`: its plan ends earlier."""
 
     def look_at(self, engine: SimEngine) -> None:
-        """Note that an engine that has nothing to plan let go of blocks."""
+        """Note that an engine with nothing to plan has released blocks."""
 
     def ended(self, request: Request) -> None:
-        """Note that a request has finished, or was given up or refused."""
+        """Note that a request has finished, or was cancelled or refused."""
 
 
 class Frontend:
     """Front end for colocated engines.
 
     A request that no engine can hold is refused, or with `patient` waits until engines change. With `kv_moves` a
-    trajectory's KV follows it to another engine. `interrupted` makes the request that continues a stopped one; without
-    it the rest of a stopped request becomes a new request, numbered after all others.
+    trajectory's KV follows it to another engine. `interrupted` makes the request that continues a stopped one; by
+    default the rest of a stopped request becomes a new request, numbered after all others.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Frontend:
         self.unplaced.clear()
 
     def refreshed(self) -> None:
-        """Note that weights were updated, and contexts are to be computed anew."""
+        """Note that weights were updated, and contexts will be recomputed."""
         if self._handovers is not None:
             self._handovers.refreshes += 1
 
@@ -109,7 +109,7 @@ class Frontend:
             self.send(request, engine)
 
     def place(self, request: Request, again: bool) -> SimEngine | None:
-        """The engine that a request goes to; None: none holds it."""
+        """The engine for a request; None: none holds it."""
         return self.placer.place(request, again=again) if self.placer.routed else self.host.engines[0]
 
     def not_placed(self, request: Request) -> None:
@@ -122,7 +122,7 @@ class Frontend:
         self.host.ended(request)
 
     def send(self, request: Request, engine: SimEngine) -> None:
-        """Submit a request to its engine; if its KV moves there, once that has come."""
+        """Submit a request to its engine; if its KV moves there, after its arrival."""
         handover = None if self._handovers is None else self._handovers.begin(request, engine, self.host.now)
         if handover is None:
             self._submit(request, engine)
@@ -130,12 +130,12 @@ class Frontend:
             self.host.at(handover.end, lambda _: self._received(handover))
 
     def finished(self, request: Request, now: int) -> bool:
-        """Note that an engine has finished a request. Returns whether a request of the workload has ended with it."""
+        """Note that an engine has finished a request. Returns whether that ends a request of the workload."""
         # If it was cancelled during its last iteration, its caller has continued already.
         return request.cancel_at is None or request.cancel_at >= now
 
     def planned(self, engine: SimEngine, now: int) -> None:
-        """Handle the blocks that an engine took for KV, and the requests that ended, with its plan: here none."""
+        """Handle a plan's blocks for KV and ended requests; here there are none."""
 
     def cancel(self, request: Request) -> None:
         if request.status not in ("waiting", "running"):
@@ -152,7 +152,7 @@ class Frontend:
         self.host.ended(request)
 
     def go_on(self, engine: SimEngine, stopped: Iterable[Request], now: int) -> None:
-        """Let the requests that were stopped on an engine continue elsewhere."""
+        """Let the requests that were stopped on an engine continue on others."""
         for request in stopped:
             self.resume(engine, request, now)
 
@@ -171,7 +171,7 @@ class Frontend:
         """Note that an engine has stopped for good."""
 
     def under_way(self) -> Sequence[Request]:
-        """Requests that are on no engine themselves, but whose parts are."""
+        """Requests that are on no engine themselves, while parts of them are."""
         return ()
 
     def _submit(self, request: Request, engine: SimEngine) -> None:
@@ -183,12 +183,13 @@ class Frontend:
             host.ended(request)
 
     def _end_cancelled(self, request: Request) -> None:
-        """End a request that was given up, and is on no engine."""
+        """End a cancelled request that is on no engine."""
         request.status, request.finish = "cancelled", self.host.now
         self.host.ended(request)
 
     def _received(self, handover: Handover) -> None:
-        """Submit a request whose KV has come. Meanwhile the engine may have been closed, or the request given up."""
+        """Submit a request whose KV has arrived. Meanwhile the engine may have been closed, or the request
+        cancelled."""
         request, engine, now = handover.request, handover.engine, self.host.now
         cancelled = request.cancel_at is not None and request.cancel_at <= now
         if cancelled or not self.placer.serves(self.host.specs[engine.index].name, engine):

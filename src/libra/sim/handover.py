@@ -1,7 +1,7 @@
 """KV that follows a trajectory from one engine to another.
 
-Invariant: KV moves only if that ends sooner than computing it again on the engine where the request waits. Only KV
-that the source still has and the target lacks moves.
+Invariant: KV moves only if that is faster than recomputing it on the request's engine. Only KV that the source still
+has and the target lacks moves.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from libra.sim.workload.caller import Caller
 
 @dataclass(frozen=True, slots=True)
 class KVMoves:
-    """Transfers over the links of a fabric. Each has its engines' share of the links to itself: contention is ignored.
-
-    `bytes_per_token` is of all layers and heads.
-    """
+    """Transfers over the links of a fabric. Each transfer has its engines' share of the links alone: contention is
+    ignored. `bytes_per_token` is for all layers and heads."""
 
     bytes_per_token: float
     fabric: Fabric
@@ -37,8 +35,8 @@ class KVMoves:
         request: Request,
         now: int,
     ) -> tuple[int, int] | None:
-        """(tokens from the context's beginning, ticks) to move for a request that goes to `target`; None: computing
-        them again is as quick."""
+        """(tokens from the context's beginning, ticks) to move for a request on `target`; None: recomputing them is at
+        least as fast."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
         if missing <= 0:
@@ -57,7 +55,7 @@ class KVMoves:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """KV on its way to the engine where its request continues."""
+    """KV in transfer to the engine on which its request continues."""
 
     request: Request
     engine: SimEngine
@@ -76,7 +74,7 @@ class Handovers:
         self.refreshes = 0  # of weights, so far: KV that was sent before the latest is of no use
 
     def begin(self, request: Request, engine: SimEngine, now: int) -> Handover | None:
-        """Send the part of the context that the trajectory's last engine has; None: no KV moves."""
+        """Send the part of the context on the trajectory's last engine; None: no KV moves."""
         owner = request.owner
         if not isinstance(owner, Caller) or owner.engine is None or owner.engine == engine.index:
             return None

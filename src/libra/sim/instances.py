@@ -1,8 +1,5 @@
-"""Engines as routing policies see them.
-
-Invariant: a policy always sees the present state. A policy that keeps engines ordered by load is notified when a load
-changes, or learns that it cannot be (`watch`).
-"""
+"""Views of engines for routing policies. ¶ Invariant: a policy always sees the present state. A policy that keeps
+engines ordered by load is notified of changed loads, or told that it cannot be (`watch`)."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from libra.sim.engine.iteration_cost import DecodeBatch
 
 
 class EngineInstance:
-    """An engine as a routing policy sees it: always its present state."""
+    """An engine for a routing policy, always in its present state."""
 
     __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id")
 
@@ -64,16 +61,16 @@ class EngineInstance:
 
 
 class Decoders(Protocol):
-    """The engines that continue requests whose prompts are computed elsewhere."""
+    """The engines that continue requests whose prompts are computed by others."""
 
     fleet: IndexedFleet[EngineInstance]  # in service now
 
 
 class PairInstance(EngineInstance):
-    """A prefill engine with the decode engines of its bucket. With several buckets a policy compares what the next
-    request would find in each: the speed and load of the least loaded decode engine, the load of the prompts here, and
-    the time for which its own prompt waits for these. In a single bucket all prefill engines have the same decode
-    engines, and only prompts count."""
+    """A prefill engine with the decode engines of its bucket. With several buckets a policy compares the state for the
+    next request in each: the speed and load of the least loaded decode engine, the load of the prompts here, and the
+    wait of its own prompt for these. In a single bucket all prefill engines have the same decode engines, and only
+    prompts count."""
 
     __slots__ = ("_config", "_cost", "_decoders")
 
@@ -95,8 +92,8 @@ class PairInstance(EngineInstance):
 
     @property
     def prompt_wait_seconds(self) -> float:
-        """Seconds to compute the prompts that are here, as if nothing of them were cached. Turns of many trajectories
-        alternate: once they need more than the cache holds, each finds its context evicted by the others."""
+        """Seconds to compute the present prompts, as if no part of them were cached. Turns of many trajectories
+        alternate: once they exceed the cache, each finds its context evicted by the others."""
         load = self.engine.load_tokens
         if not load or len(self._decoders.fleet.limits) == 1:
             return 0.0
@@ -115,7 +112,7 @@ class PairInstance(EngineInstance):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Some of the engines in service, as a routing policy sees them."""
+    """Some of the engines in service, for a routing policy."""
 
     instances: tuple[EngineInstance, ...]
     limits: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The network over which KV goes from the engines that compute prompts to those that generate."""
+"""The network that carries KV from prefill to decode engines."""
 
 from __future__ import annotations
 

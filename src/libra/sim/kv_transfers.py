@@ -1,4 +1,4 @@
-"""Transfers of prompts' KV from the engine that computed it to the one that decodes, pulled or pushed.
+"""Transfers of prompts' KV from the prefill to the decode engine, pulled or pushed.
 
 Invariant: an engine divides its bandwidth evenly among its transfers, in each direction. The end of a transfer is
 reported at the tick of the last byte, or a latency later.
@@ -61,8 +61,8 @@ class Prefill:
 
 
 class KVTransfers:
-    """KV transfers of a cluster with engines of these `specs`. `at` schedules an action at a tick; `came` is called
-    when the KV of a prompt has come, with the tick."""
+    """KV transfers of a cluster with engines of these `specs`. `at` schedules an action at a tick; `came` is called at
+    the arrival of a prompt's KV, with the tick."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class KVTransfers:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """(bytes sent, bytes received) by all engines, of transfers that ended."""
+        """(bytes sent, bytes received) by all engines, in ended transfers."""
         moved = [(out, it.moved) for (_, out), it in self._links.items()]
         return sum(size for out, size in moved if out), sum(size for out, size in moved if not out)
 
@@ -100,7 +100,7 @@ class KVTransfers:
             prefill.record.begun, prefill.record.size = now, max(1, size)
 
     def drop(self, prefill: Prefill, now: int) -> None:
-        """Abort a transfer, if it is under way: transfers that shared its links end sooner."""
+        """Abort a transfer, if it is in flight: transfers that share its links end sooner."""
         if prefill in self._network:
             self._network.drop(prefill, now)
             if prefill.record is not None:
@@ -108,7 +108,7 @@ class KVTransfers:
             self.look_again(now)
 
     def look_again(self, now: int) -> None:
-        """Schedule a look at the next end of a transfer. Called after transfers began or were aborted."""
+        """Schedule a check at the next end of a transfer. Called after transfers began or were aborted."""
         tick = self._network.next_end()
         if tick is not None and (self._alarm is None or tick < self._alarm):
             self._alarm = max(tick, now)

@@ -1,8 +1,8 @@
 """Links that transfers share: the network of every engine.
 
 Invariant: a transfer goes over the links of both its ends. Each link divides its bandwidth evenly among its transfers
-at any moment; a transfer gets the lesser of the two shares. Times are whole ticks, and bytes are counted in whole small
-parts, so that results do not depend on the order of calls.
+at any moment; a transfer gets the smaller of its two shares. Times are whole ticks, and bytes are counted in whole
+small parts, so results do not depend on the order of calls.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Link:
     moved: int = 0  # bytes that have passed, of transfers that ended
 
     def divide(self) -> None:
-        """Compute the share of each transfer, after one came or went."""
+        """Compute the share of each transfer, after one began or ended."""
         self.share = max(1, self.rate // max(1, len(self.transfers)))
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A transfer under way; `left` as of tick `since`."""
+    """A transfer in flight; `left` as of tick `since`."""
 
     key: Hashable
     links: tuple[Link, Link]
@@ -44,8 +44,8 @@ class Transfer:
 
 
 class Network:
-    """Transfers under way, and the next of their ends. `passed` is called for each stretch in which a transfer had one
-    rate, from `Transfer.since` on, with the tick at which it is over."""
+    """Transfers in flight, and the next of their ends. `passed` is called for each interval in which a transfer had one
+    rate, from `Transfer.since` on, with the tick of its end."""
 
     __slots__ = ("_ends", "_passed", "_serial", "_transfers")
 
@@ -106,7 +106,7 @@ class Network:
         self._share_anew(transfer, now)
 
     def _share_anew(self, changed: Transfer, now: int) -> None:
-        """Compute the rates of all transfers that have a link in common with one that came or went."""
+        """Compute the rates of all transfers that share a link with one that began or ended."""
         source, target = changed.links
         source.divide()
         target.divide()

@@ -43,7 +43,7 @@ class PlannedRollout:
         return max(self.work, self.longest)
 
     def error(self, simulated: float) -> float:
-        """Share of the forecast by which a simulation took longer; negative: it was shorter."""
+        """Share of the forecast by which a simulation took longer; negative if it was shorter."""
         return simulated / self.seconds - 1
 
 
@@ -106,8 +106,8 @@ def planned_run(
     """The plan's engines, and the trajectories of `steps` steps, drawn from the finished ones of a log.
 
     Each drawn trajectory is repeated `samples_per_prompt` times. `concurrency` trajectories are in flight; None: the
-    most that the plan's staleness allows. At the beginning of each step, by the plan's seconds, all engines stop for
-    new weights. A tool of unrecorded duration takes `unknown_tool_seconds`; None: what the plan assumes.
+    most that the plan's staleness allows. At the beginning of each step, by the plan's seconds, all engines pause for
+    new weights. A tool of unrecorded duration takes `unknown_tool_seconds`; None: the plan's assumption.
     """
     wanted: PlanningRequest = plan.request
     if steps < 1:
@@ -162,8 +162,8 @@ def simulate_run(
     tell: Callable[[int], None] = lambda _: None,
 ) -> SimulatedRun:
     """Simulate the first `steps` optimiser steps of a run that would continue, as `run_of` begins it. `route` learns
-    from the finished trajectories of `learned` first. With a `tenancy` the run ends with its last step, and requests of
-    serving are served to their end. `tell` is called with each step that is made."""
+    from the finished trajectories of `learned` first. With a `tenancy` the run ends with its last step, and serving
+    requests run to their end. `tell` is called with each step."""
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
     ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way at the end
@@ -186,12 +186,12 @@ def run_of(
     exact: bool = False,
     tenancy: BorrowedDevices | None = None,
 ) -> PosttrainingRun:
-    """A whole run of `steps` optimiser steps by the plan, not begun yet. Groups are drawn from the log, prompt by
+    """A whole run of `steps` optimiser steps by the plan, before its start. Groups are drawn from the log, prompt by
     prompt, with the recipe's samples each; engines and trainers wait for each other according to its staleness.
 
-    `policy` routes, with all that it has learned so far. `tenancy` describes serving on the devices that the plan
-    borrows; without it they are as slow as their share. Raises ValueError for a plan that is not of a cluster, and for
-    a trajectory that no engine of the plan holds.
+    `policy` routes, with its present knowledge. `tenancy` describes serving on the devices that the plan borrows;
+    without it their speed is their share. Raises ValueError for a plan that is not for a cluster, and for a trajectory
+    that no engine of the plan holds.
     """
     system = System("plan", plan, lambda: policy, tenancy=tenancy)
     recipe = system.request.recipe
@@ -209,7 +209,7 @@ def forecast_of(plan: Plan, steps: int = 1) -> PlannedRollout:
 
 
 def teach(policy: Policy, finished: Iterable[Trajectory]) -> None:
-    """Let a policy learn from the finished ones of these trajectories."""
+    """Let a policy learn from the finished trajectories among these."""
     for trajectory in finished:
         if trajectory.finished:
             policy.finished(trajectory)
@@ -220,7 +220,8 @@ def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
 
 
 def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[WeightUpdate, ...]:
-    """A plan's weight updates. Engines of one bucket stop for its stall; at the first there is nothing to refresh."""
+    """A plan's weight updates. Engines of one bucket pause for its stall; at the first update there is nothing to
+    refresh."""
     stalls = [ticks(price.option.stall) for price in _prices(plan)]
     members = [
         frozenset(index for index, engine in enumerate(engines) if engine.bucket == bucket)

@@ -18,7 +18,7 @@ from libra.sim.workload.caller import Caller
 
 
 class Placer:
-    """Asks the policy for the engine of each request; without a policy there is one engine. Prefill engines are seen
+    """Asks the policy for the engine of each request; without a policy there is one engine. Prefill engines are shown
     with `decoders`."""
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Placer:
         return None if instance is None else instance.bucket
 
     def add(self, engines: Sequence[tuple[EngineSpec, SimEngine]], now: Callable[[], int]) -> None:
-        """Put engines into service. Raises ValueError if another one has the name."""
+        """Assign engines, by name, to these buckets from now on."""
         for spec, engine in engines:
             if spec.name in self._by_name:
                 raise ValueError(f"there is an engine {spec.name} already: close it first")
@@ -105,8 +105,8 @@ class Placer:
     # Requests
 
     def place(self, request: Request, *, again: bool, bucket: int | None = None) -> SimEngine | None:
-        """The engine that a request goes to; None: none holds it. `again`: the policy has placed the request before,
-        and knows of the tool return that it follows. With `bucket` it goes to an engine of that bucket."""
+        """The engine for a request; None: none holds it. `again`: the policy has placed the request before, and knows
+        the tool return before it. With `bucket` it goes to an engine of that bucket."""
         route = self._route
         if route is None:
             return next(iter(self._by_name.values()), None)
@@ -151,13 +151,13 @@ class Placer:
         engine.release_leaving(now)
 
     def goes_on(self, stopped: Request, following: Request) -> None:
-        """Send the rest of a stopped request, `following`, to the engine that the policy chose for it."""
+        """Send the rest of a stopped request, `following`, to the engine chosen by the policy."""
         placement = self._destined.pop(stopped.number, None)
         if placement is not None:
             self._destined[following.number] = placement
 
     def ended(self, request: Request) -> None:
-        """Tell the policy that a request is finished, given up or refused."""
+        """Tell the policy that a request is finished, cancelled or refused."""
         owner, route = request.owner, self._route
         if route is None:
             return
@@ -188,7 +188,7 @@ class Placer:
         return route.tool_returned(asked, returned, self._fleet(owner))
 
     def _fleet(self, owner: Caller, bucket: int | None = None) -> IndexedFleet[EngineInstance] | SimulatedFleet:
-        """The engines whose weights are no older than those that the trajectory began with."""
+        """The engines whose weights are no older than those at the trajectory's start."""
         needed = owner.trajectory.policy_version
         hidden = {name for name, version in self.behind.items() if version < needed} if self.behind else ()
         fleet = self._of_bucket(bucket)

@@ -1,8 +1,5 @@
-"""The engines of a plan, as the simulator runs them.
-
-Invariant: memory, times, `max_num_seqs` and places are those that the planner priced and chose; nothing is assumed
-twice.
-"""
+"""The engines of a plan, for the simulator. ¶ Invariant: memory, times, `max_num_seqs` and places are those that the
+planner priced and chose; nothing is assumed twice."""
 
 from __future__ import annotations
 
@@ -35,9 +32,10 @@ class PlacementError(ValueError):
 
 def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, ...]:
     """Every engine, shortest bucket first. An engine of a cluster is named after its GPUs: `a800-0/4-7` has 4 to 7 of
-    node 0. Lent engines are as slow as their share of the device, or with `granted` as fast as while they have it.
+    node 0. Lent engines have the speed of their share of the device, or with `granted` full speed.
 
-    Raises ValueError if a configuration cannot run, `PlacementError` if a bucket has no engine."""
+    Raises ValueError if a configuration cannot run, `PlacementError` if a bucket has no engine.
+    """
     request = plan.request
     engines = _of_slots(plan, request) if isinstance(request, SlotRequest) else _of_cluster(plan, request, granted)
     if not engines:
@@ -139,8 +137,8 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
 def _lent(
     request: ClusterRequest, lent: BorrowedEngine, max_num_seqs: int, granted: bool
 ) -> tuple[EngineConfig, IterationCost]:
-    """An engine that has its share of the device at any moment, and is never recalled. The policy decides about a turn
-    with the first token that exceeds its bucket, so there is room for that one."""
+    """An engine that always has its share of the device, and is never recalled. The policy decides about a turn at the
+    first token that exceeds its bucket, so there is room for that token."""
     longest = lent.holds + 1
     config = EngineConfig(
         max_model_len=longest,
@@ -164,7 +162,7 @@ def captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, Iter
 
 @lru_cache(maxsize=64)
 def _cost(grid: EngineGrid, config: EngineConfig) -> GridCost:
-    """The cost, kept because plans are tried one after the other: lookups in a grid are used again by the next."""
+    """The cost, cached because plans are tried one after another: the next reuses lookups in a grid."""
     return GridCost(grid, config)
 
 

@@ -1,9 +1,7 @@
-"""Front end for pulled KV: the decode engine pulls the KV of a prompt, once the prompt is computed.
-
-Invariant: a request is on one engine at a time. Its KV stays where the prompt was computed until the decode engine has
-read it, or the lease on it ends. As with vLLM's NIXL connector in pull mode, the first engine generates one token, and
-the second one computes the last token of the prompt again.
-"""
+"""Front end for pulled KV: the decode engine pulls the KV of a computed prompt. ¶ Invariant: a request is on one engine
+at a time. Its KV stays on the prefill engine until the decode engine has read it, or its lease ends. As with vLLM's
+NIXL connector in pull mode, the first engine generates one token, and the second one computes the last token of the
+prompt again."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class PullFrontend(PrefillDecode):
             host.ended(request)
 
     def prefilled(self, prefill: Prefill, now: int) -> None:
-        """Send a request whose prompt is computed to a decode engine."""
+        """Send a request with a computed prompt to a decode engine."""
         request, part = prefill.request, prefill.part
         if request.status == "cancelled":
             self._let_go(prefill, now)
@@ -91,7 +89,7 @@ class PullFrontend(PrefillDecode):
         return [it.request for it in self._prefills.values() if it.decoder is None]
 
     def forget(self, prefill: Prefill, now: int) -> None:
-        """Forget KV for which there are no more heartbeats: it stays until the lease ends."""
+        """Forget KV without further heartbeats: it stays until the lease ends."""
         self._transfers.drop(prefill, now)
         self._prefills.pop(prefill.request, None)
         finish = prefill.part.finish

@@ -1,9 +1,7 @@
-"""Front end for pushed KV: the prefill engine pushes KV into blocks that the decode engine has reserved before.
-
-Invariant: a request is on its decode engine from its arrival, and its prompt is computed once blocks for its KV are
-reserved there. The KV comes with the first token, so that `n` tokens take `n - 1` iterations. The order of events is
-SGLang's. The sender knows when its receiver is gone, so there are no leases.
-"""
+"""Front end for pushed KV: the prefill engine pushes KV into blocks reserved by the decode engine. ¶ Invariant: a
+request is on its decode engine from its arrival, and its prompt is computed once blocks for its KV are reserved there.
+The KV arrives with the first token, so `n` tokens take `n - 1` iterations. The order of events is SGLang's. The sender
+knows when its receiver is gone, so there are no leases."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ class PushFrontend(PrefillDecode):
             self.host.changed(source, source.submit(prefill.part, now))
 
     def prefilled(self, prefill: Prefill, now: int) -> None:
-        """Send the KV of a prompt that is computed."""
+        """Send the KV of a computed prompt."""
         request, source, decoder = prefill.request, prefill.engine, prefill.decoder
         if prefill.record is not None:
             prefill.record.computed = now
@@ -74,7 +72,7 @@ class PushFrontend(PrefillDecode):
             self._transfers.look_again(now)
 
     def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
-        """Cancel a request. A transfer under way ends first, and its blocks stay until then."""
+        """Cancel a request. A transfer in flight ends first, and its blocks stay until then."""
         prefill, now = self._prefills.get(request), self.host.now
         if prefill is not None and prefill.part.finish is None:
             self.host.changed(engine, engine.pull_ended(request, now, "it was given up"))
@@ -89,7 +87,7 @@ class PushFrontend(PrefillDecode):
             self.host.at(now + 1, lambda tick, it=request.owner: self._start_anew(it, tick))  # type: ignore[misc]
 
     def _start_anew(self, prefill: Prefill, now: int) -> None:
-        """Restart a request elsewhere, from its beginning, because its prefill engine is gone."""
+        """Restart a request on other engines, because its prefill engine is gone."""
         request, decoder = prefill.request, prefill.decoder
         if self._prefills.pop(request, None) is not prefill or decoder is None:
             return

@@ -1,7 +1,7 @@
 """One simulation from a function call.
 
-Invariant: the same arguments give the same result, with or without `progress`. A policy that is given by name is new;
-one that is given as an object keeps what it has learned.
+Invariant: the same arguments give the same result, with or without `progress`. A policy given by name is new; one given
+as an object keeps its knowledge.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def simulate(
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
-    """Simulate a workload on these engines. `route`, a policy or its name, is needed if there are several.
+    """Simulate a workload on these engines. `route`, a policy or its name, is required with several engines.
 
     `limits` are the largest final contexts of the engines' buckets, shortest first (not given: all are one bucket),
     `turn_tokens` the room that a turn needs beyond its context, `time_limit` seconds of simulated time, and `seed` that

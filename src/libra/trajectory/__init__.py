@@ -1,4 +1,4 @@
-"""One agent episode as token counts and tool outcomes, its files, and what a log of them looks like."""
+"""One agent episode as token counts and tool outcomes, its files, and statistics of logs."""
 
 from libra.trajectory.log_file import read_trajectories, read_workload
 from libra.trajectory.record import (

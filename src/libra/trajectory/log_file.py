@@ -1,7 +1,5 @@
-"""Files of trajectories: JSON lines of Libra's own, and the logs of others.
-
-Invariant: one trajectory is in memory at a time. Notes on what a log does not say follow its last trajectory.
-"""
+"""Files of trajectories: Libra's JSON lines, and the logs of other tools. ¶ Invariant: one trajectory is in memory at a
+time. Notes on the data that a log lacks follow its last trajectory."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ Tell = Callable[[str], None]
 
 
 class LogNote(UserWarning):
-    """Warns of what a log of another framework does not say, where the caller gave no `tell`."""
+    """Warns of data that another framework's log lacks, if the caller gave no `tell`."""
 
 
 def warn(note: str) -> None:
@@ -28,12 +26,9 @@ def warn(note: str) -> None:
 def read_trajectories(
     path: Path | str, tell: Tell = warn, *, log_format: LogFormat | None = None, reading: LogReading | None = None
 ) -> Iterator[Trajectory]:
-    """Read a log, one trajectory in memory at a time: JSON lines of Libra's own, or a format of others,
-    recognised by its shape unless `log_format` names it.
-
-    `tell` gets a line for all that such a log does not say. `reading` says how texts are counted. Raises
-    `TrajectoryFormatError` with file, line and field, also on a blank line.
-    """
+    """Read a log, one trajectory in memory at a time: Libra's JSON lines, or another format, recognised by its shape
+    unless `log_format` names it. `tell` gets a line on the data that such a log lacks. `reading` counts the tokens of
+    texts. Raises `TrajectoryFormatError` with file, line and field, also on a blank line."""
     of = log_format
     if of is None and (first := first_entry(path)) is not None:
         of = format_of(first)
@@ -57,11 +52,8 @@ def _own(path: Path | str) -> Iterator[Trajectory]:
 def read_workload(
     path: Path | str, max_context: int, truncate_context: bool = False, tell: Tell = warn
 ) -> Iterator[Trajectory]:
-    """Read a log as evidence of what a model of `max_context` tokens will be asked for.
-
-    Raises `TrajectoryFormatError` where a trajectory outgrows `max_context`, unless it is to be cut there, and after
-    the last one where none was finished.
-    """
+    """Read a log as evidence of the coming work of a model of `max_context` tokens. Raises `TrajectoryFormatError` if a
+    trajectory exceeds `max_context`, unless it may be cut there, and at the end if none was finished."""
     finished = unfinished = 0
     for number, trajectory in enumerate(read_trajectories(path, tell), start=1):
         if trajectory.peak_context > max_context and not truncate_context:

@@ -1,4 +1,4 @@
-"""One agent episode as Libra sees it: token counts, tool outcomes and times.
+"""One agent episode: token counts, tool outcomes and times.
 
 Invariant: every `Trajectory` in memory obeys the schema; a JSONL line that does not is refused with the file, the
 line and the field, never repaired. Lengths are tokens, times are seconds.
@@ -30,7 +30,7 @@ LONGEST = 1e9  # seconds of one tool call, some 30 years: more is a mistake of t
 
 
 class TrajectoryFormatError(ValueError):
-    """A trajectory file cannot be used. The message is one line: file, line, field, what is wrong."""
+    """A trajectory file cannot be used. The message is one line: file, line, field, fault."""
 
 
 def _require_tokens(name: str, count: int) -> None:
@@ -42,7 +42,7 @@ def _require_tokens(name: str, count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation, and the tool return that followed it (`tool` is None on the last turn of a finished episode)."""
+    """One generation, and the tool return after it (`tool` is None on the last turn of a finished episode)."""
 
     __pydantic_config__ = _STRICT
 
@@ -115,7 +115,7 @@ class Trajectory:
 
     @property
     def peak_context(self) -> int:
-        """The most tokens ever in context: what an engine must be able to hold."""
+        """The most tokens ever in context, which an engine must hold."""
         if not self.turns:
             return self.prompt_tokens
         most, running = 0, self.prompt_tokens
@@ -129,12 +129,10 @@ class Trajectory:
 
 
 def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:
-    """The trajectory as an engine that holds `max_context` >= 1 tokens would have ended it: finished at the limit.
-
-    The turn that outgrows the limit is the last one, and generates what room there is; its tool return is not taken. A
-    turn that would have started at the limit never starts. A prompt that leaves the first turn no room loses as many of
-    its tokens as that turn needs. A trajectory that fits is returned as it is.
-    """
+    """The trajectory as cut by an engine that holds `max_context` >= 1 tokens: finished at the limit. ¶ The turn that
+    exceeds the limit is the last one, and generates only the tokens that fit; its tool return is dropped. A turn that
+    would start at the limit never starts. A prompt that leaves the first turn no room loses as many tokens as that turn
+    needs. A trajectory that fits is returned unchanged."""
     if max_context < 1:
         raise ValueError(f"max_context is {max_context}; an engine holds 1 token or more")
     if trajectory.peak_context <= max_context:
@@ -176,12 +174,9 @@ def _adapter() -> TypeAdapter[Trajectory]:
 
 
 def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
-    """One JSON line, with a checksum or without, to a `Trajectory`; `where` (for example `log.jsonl:12`) opens the
-    error message.
-
-    Fields that are not Libra's own are ignored, as logs of other systems have them; one that reads like an optional
-    field with a typo is refused.
-    """
+    """One JSON line, with a checksum or without, to a `Trajectory`; `where` (for example `log.jsonl:12`) begins the
+    error message. Unknown fields are ignored, as in logs of other systems; a likely typo of an optional field is
+    refused."""
     try:
         line = opened(line)
         return _adapter().validate_json(line, strict=True)
@@ -200,7 +195,7 @@ def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
 
 
 def _without(record: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
-    """The record with the fields at these places taken out."""
+    """The record without the fields at these places."""
     for *above, name in places:
         inner = record
         for part in above:

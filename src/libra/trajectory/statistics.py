@@ -1,8 +1,6 @@
-"""Summary of a log of trajectories: counts, lengths, tools, and how long its tail is.
-
-Invariant: every number is exact over the trajectories given, finished or not; what was not recorded is counted as
-unknown, never guessed. Lengths are tokens, times are seconds.
-"""
+"""Summary of a log of trajectories: counts, lengths, tools, and the length of its tail. ¶ Invariant: every number is
+exact over the given trajectories, finished or not; missing values are counted as unknown, never guessed. Lengths are
+tokens, times are seconds."""
 
 from __future__ import annotations
 
@@ -61,8 +59,8 @@ class _ToolTally:
 def trace_stats(trajectories: Iterable[Trajectory]) -> TraceStats:
     """Summarise a log in one pass that keeps a few integers per trajectory.
 
-    `longest_tenth_share` is the share of all generated tokens that the tenth of the trajectories that generated most
-    (rounded up to whole ones) accounts for: 0.1 when all are alike, towards 1 with a long tail.
+    `longest_tenth_share` is the share of all generated tokens in the longest tenth of the trajectories (rounded up to
+    whole ones): 0.1 if all are equal, towards 1 with a long tail.
     """
     finished = 0
     tasks: Counter[str] = Counter()

@@ -25,7 +25,7 @@ def admit(
     generating: int,
 ) -> int:
     """Admit requests from the head of the queue, in addition to those that generate in the iteration. Appends their
-    first chunks to `chunks`, and the tokens found in the prefix cache to `cached`. Returns the tokens of their
+    first chunks to `chunks`, and the tokens found in the prefix cache to `cached`. Returns the total tokens of their
     contexts."""
     config, waiting, running = state.config, state.waiting, state.running
     tiers, later, stuck = state.tiers, list[Request](), False
@@ -94,7 +94,7 @@ def _start(
     chunks: list[Chunk],
     cached: list[tuple[int, int]],
 ) -> int:
-    """Let a request run that has `_room`. Returns the tokens that it takes from the budget."""
+    """Start a request that has `_room`. Returns the tokens that it takes from the budget."""
     found, new, padding, blocks = room
     pool, tokens = state.pool, found * state.config.block_size
     pool.admit(request, found)
@@ -125,7 +125,7 @@ def may_admit(state: EngineState) -> bool:
 
 
 def refusal(request: Request, config: EngineConfig) -> str:
-    """Why the engine can never run a request."""
+    """Reason why the engine can never run a request."""
     if request.prompt_tokens < 1:
         return f"prompt_tokens is {request.prompt_tokens}; a prompt has 1 token or more"
     if request.output_tokens < 1:
@@ -137,8 +137,8 @@ def refusal(request: Request, config: EngineConfig) -> str:
 
 
 def _stays(state: EngineState, request: Request) -> bool:
-    """Whether a request that does not fit will not fit either while no request lets go of all its blocks. With tiers,
-    less of it may be found then, and more may be loaded instead of computed, or be on its way already."""
+    """Whether a request that does not fit stays so until another request frees all its blocks. With tiers, fewer blocks
+    may be found then, and more may be loaded instead of computed, or be in transfer already."""
     if not state.config.reserve_full_prompt or state.config.slides or state.is_written(request):
         return False
     tiers = state.tiers
@@ -146,7 +146,7 @@ def _stays(state: EngineState, request: Request) -> bool:
 
 
 def _may_find_more(state: EngineState, tiers: Tiers) -> bool:
-    """Whether more of a waiting context may be found later, although nothing ends and no block is given away."""
+    """Whether more of a waiting context may be found later, although no request ends and no block is reused."""
     return any(state.is_written(request) for request, _ in tiers.watched)
 
 
@@ -195,10 +195,8 @@ def _room(state: EngineState, request: Request, budget: int, pads_from: int | No
 
 
 def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:
-    """Take in the KV of a context's first `tokens` tokens. Returns how many blocks are new.
-
-    Raises ValueError for a request that has ended or has fewer than `tokens` tokens.
-    """
+    """Take in the KV of a context's first `tokens` tokens. Returns the number of new blocks. Raises ValueError for a
+    request that has ended or has fewer than `tokens` tokens."""
     if tokens < 0:
         raise ValueError(f"tokens is {tokens}; give 0 or more")
     if isinstance(context, Request) and context.admission < 0:
@@ -222,7 +220,7 @@ def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int)
 
 
 def cached_blocks(state: EngineState, context: Chain | Request, now: int) -> int:
-    """Blocks from the beginning of a context that can be found: for a request, those that it would not compute if
+    """Blocks from the beginning of a context that can be found: for a request, those that it need not compute if
     admitted."""
     pool = state.pool
     if not pool.caching:

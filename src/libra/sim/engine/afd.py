@@ -4,9 +4,9 @@ Invariant: the group's lines are `alike_makespan` of the layers with experts, fo
 rank. Attention ranks are a data-parallel group; FFN ranks serve all of them and schedule nothing.
 
 An FFN rank starts a micro-batch of a layer when it has it from all its attention ranks. These wait for each other at
-every layer: so the slowest attention rank is the stage. Micro-batches are assumed alike, each with its share of a
-rank's tokens: vLLM cuts a batch by tokens, prompts included. One that would be empty is padded to one token per rank.
-Layers without experts, and the output head, run before and after; their attention takes as long as that of the others.
+every layer, so the slowest attention rank is the stage. Micro-batches are assumed equal, each with its share of a
+rank's tokens: vLLM divides a batch by tokens, prompts included. An empty one is padded to one token per rank. Layers
+without experts, and the output head, run before and after; their attention takes as long as that of the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Bound = Literal["attention", "ffn", "link", "round trip", "host"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionFFN(Value):
-    """Ranks and what connects them. A link is a stage if it carries one micro-batch at a time, else a delay."""
+    """Ranks and their links. A link is a stage if it carries one micro-batch at a time, otherwise a delay."""
 
     attention: int  # ranks, a multiple of `ffn`
     ffn: int  # ranks of one GPU
@@ -56,14 +56,14 @@ class AttentionFFN(Value):
 
     @property
     def micro_batching(self) -> MicroBatching | None:
-        """When batches are divided; None: always."""
+        """Conditions for dividing batches; None: always."""
         decode, prefill = self.dbo_decode_token_threshold, self.dbo_prefill_token_threshold
         return None if decode is None or prefill is None else MicroBatching(self.micro_batches, decode, prefill)
 
 
 class AfdCost:
     """`GroupCost` of attention ranks that share FFN ranks. A rank's own part is its attention of one micro-batch in one
-    layer. Raises ValueError if the grid does not reach far enough, as `GridCost`."""
+    layer. Raises ValueError if the grid is too small, like `GridCost`."""
 
     def __init__(
         self, stages: StageGrid, config: EngineConfig, afd: AttentionFFN, host: HostCost = NO_HOST, tp: int = 1
@@ -100,7 +100,7 @@ class AfdCost:
 
     @property
     def least_token_seconds(self) -> float:
-        """Least seconds of an iteration that the FFN, or a link, is busy with each token of all ranks."""
+        """Least seconds of an iteration for which the FFN, or a link, is busy with each token of all ranks."""
         link = self._stages.token_bytes / self._rate if self._afd.serial_links else 0.0
         return self._stages.layers * max(self._stages.least_expert_seconds, link)
 

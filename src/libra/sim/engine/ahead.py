@@ -1,9 +1,7 @@
-"""Asynchronous scheduling: an iteration is decided when the one before it begins, before that one's tokens are known.
-
-Invariant: a token under way counts as generated for a request that continues; a request that ends with it keeps its
+"""Asynchronous scheduling: an iteration is scheduled when the one before it begins, before that one's tokens are known.
+¶ Invariant: a token in flight counts as generated for a request that continues; a request that ends with it keeps its
 place and its blocks until the token is known. So every event takes effect one boundary later than with synchronous
-scheduling. The rules are those of vLLM's `AsyncScheduler`.
-"""
+scheduling. The rules are those of vLLM's `AsyncScheduler`."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ from libra.sim.engine.state import EngineState
 
 
 def plan_ahead(state: EngineState, now: int) -> bool:
-    """Decide the iteration after the one that begins now; with none under way, decide that one first. Returns False if
-    nothing fits."""
+    """Schedule the iteration after the one that begins now; with none in flight, schedule that one first. Returns False
+    if nothing fits."""
     if state.under_way is None:
         if not schedule(state, now, 0):
             return False
@@ -48,13 +46,13 @@ def plan_ahead(state: EngineState, now: int) -> bool:
 
 
 def drain_ahead(state: EngineState, now: int) -> None:
-    """Decide nothing more: let the iteration under way end."""
+    """Schedule nothing more: let the iteration in flight end."""
     assert state.under_way is not None
     state.start, state.end, state.ticks = now, now + state.under_way.ticks, 0
 
 
 def complete_ahead(state: EngineState) -> list[Request]:
-    """End the iteration under way, or all planned ones; the next one is under way then. Returns the requests that
+    """End the iteration in flight, or all planned ones; the next one is then in flight. Returns the requests that
     finished, in order."""
     before, now = state.under_way, state.end
     assert before is not None
@@ -70,7 +68,7 @@ def complete_ahead(state: EngineState) -> list[Request]:
 
 
 def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()) -> None:
-    """Begin the iteration that was decided, if any. `late` are requests that were not in the one before."""
+    """Begin the scheduled iteration, if any. `late` are requests that were not in the one before."""
     generation = state.flight.generation
     if not ticks:
         state.under_way = None
@@ -81,8 +79,8 @@ def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: 
 
 
 def _land(state: EngineState, last: list[Request], stopped: Collection[Request]) -> None:
-    """Note the results to come of the iteration that is under way now. `last` are requests whose last token it
-    generates, and maybe some of the `stopped`, whose last token came with the one before."""
+    """Note the coming results of the iteration in flight. `last` are requests whose last token it generates, possibly
+    including some of the `stopped`, whose last token came with the one before."""
     under_way, flight = state.under_way, state.flight
     assert under_way is not None
     generation, longest = flight.generation, state.config.max_model_len
@@ -119,7 +117,7 @@ def _land(state: EngineState, last: list[Request], stopped: Collection[Request])
 
 
 def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
-    """Apply the results of the iteration that has ended. Returns the requests that finished, in order."""
+    """Apply the results of the ended iteration. Returns the requests that finished, in order."""
     for request in before.started:
         if request.first_token is None:
             tell_first_token(request, now)

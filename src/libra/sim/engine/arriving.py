@@ -2,8 +2,8 @@
 or is kept for an engine that pulls it.
 
 Invariant: a waiting request that holds blocks precedes all others, and is never preempted. The end of a transfer is
-seen at the end of the iteration under way, as an arrival is. The rules are those of vLLM's NIXL connector in pull mode,
-and of its `OffloadingConnector`. KV that is pushed brings the first token of its request with it.
+seen at the end of the current iteration, like an arrival. The rules are those of vLLM's NIXL connector in pull mode,
+and of its `OffloadingConnector`. Pushed KV includes the first token of its request.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def pads(config: EngineConfig, tokens: int) -> bool:
 
 
 def start_pull(state: EngineState, request: Request) -> bool:
-    """Take blocks for a whole prompt, and start the pull of its KV except the blocks that are here. Returns False if it
-    does not fit in addition to the blocks that other prompts still need."""
+    """Take blocks for a whole prompt, and start the pull of its missing KV. Returns False if it does not fit in
+    addition to the blocks that other prompts still need."""
     config, pool = state.config, state.pool
     found = unheld = 0
     if pool.caching:
@@ -60,8 +60,8 @@ def start_pull(state: EngineState, request: Request) -> bool:
 
 
 def start_load(state: EngineState, request: Request) -> Answer:
-    """Look up the part of a context that follows the blocks found here in the tiers, and start to load it. Answers
-    "never room" if the whole context does not fit: then blocks have to be released first."""
+    """Look up the continuation of a cached prefix in the tiers, and start to load it. Answers "never room" if the whole
+    context does not fit: then blocks have to be released first."""
     config, pool, tiers = state.config, state.pool, state.tiers
     assert tiers is not None
     tokens, size = request.prompt_tokens + request.generated, config.block_size
@@ -106,12 +106,10 @@ def admit_arrived(
     cached: list[tuple[int, int]],
     pads_from: int | None,
 ) -> tuple[int, int, Request | None]:
-    """Admit requests whose KV has come, in order. The last token of a complete context is computed again, to sample
+    """Admit requests whose KV has arrived, in order. The last token of a complete context is computed again, to sample
     from; after at least `pads_from` tokens it is padded with placeholder drafts to the tokens of other requests.
-
-    Returns (budget left, tokens of their contexts, the first that does not fit). The last is also a request that has
-    to be computed after all; the caller admits it.
-    """
+    Returns (budget left, tokens of their contexts, the first request that does not fit or must be computed after all).
+    The caller admits that request."""
     config, pool = state.config, state.pool
     contexts = 0
     for request in list(state.arriving):
@@ -158,7 +156,7 @@ def admit_arrived(
 
 
 def see(state: EngineState, now: int) -> None:
-    """Handle the transfers that have ended, in their order. Called at a boundary."""
+    """Handle the ended transfers, in their order. Called at a boundary."""
     notices, state.notices = state.notices, []
     for notice in notices:
         request = notice.request
@@ -191,7 +189,7 @@ def see(state: EngineState, now: int) -> None:
 
 
 def _end_arrived(state: EngineState, request: Request, now: int) -> None:
-    """Finish a request that asked for no more than the token that came with its KV."""
+    """Finish a request that needs only the token that came with its KV."""
     del state.arriving[request]
     _write(state, request)
     state.let_go_blocks(request, request.target, request.target)
@@ -202,7 +200,7 @@ def _end_arrived(state: EngineState, request: Request, now: int) -> None:
 
 
 def _write(state: EngineState, request: Request) -> None:
-    """Let other requests find the KV that has come."""
+    """Let other requests find the arrived KV."""
     pool = state.pool
     if pool.caching and (request.chain is not None or state.tiers is not None or pool.knows(request)):
         pool.write_arrived(request, request.target // state.config.block_size)

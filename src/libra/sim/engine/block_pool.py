@@ -1,9 +1,7 @@
-"""The KV blocks of one engine: which are held, which can be reused, and in what order they are given away.
-
-Invariant: blocks are told apart only where the engine could tell: by their tokens, by their holders, and by when they
-were let go. A block of known tokens without a holder stays findable until it is the least recently let go. The findable
-part of a context is always its beginning, without a gap.
-"""
+"""The KV blocks of one engine: held blocks, findable blocks, and their order of reuse. ¶ Invariant: blocks differ only
+by what the engine could know: their tokens, their holders, and the time of their release. A block of known tokens
+without a holder stays findable until it is the least recently released. The findable part of a context is always its
+beginning, without a gap."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ _END = 1 << 62  # of a context: it has none
 
 
 class BlockPool:
-    """Free blocks are given away in this order: those without known tokens, then the least recently let go.
-
-    A context's blocks are let go from the last to the first, so a prefix outlives what follows it.
-    """
+    """Free blocks are reused in this order: those without known tokens, then the least recently released. A context's
+    blocks are released from the last to the first, so a prefix outlives its continuation."""
 
     __slots__ = (
         "_free",
@@ -67,7 +63,7 @@ class BlockPool:
         return owner in self._runs
 
     def find(self, path: Path, most: int) -> tuple[int, int]:
-        """(blocks found from the beginning of a context, at most `most`; how many of them have no holder)."""
+        """(blocks found from the beginning of a context, at most `most`; the number of them without a holder)."""
         found = unheld = 0
         for owner, _, end in path:
             if end > most:
@@ -84,23 +80,23 @@ class BlockPool:
         return found, unheld
 
     def admit(self, request: Request, found: int) -> None:
-        """Hold the first `found` blocks of a request that begins to run, which were found."""
+        """Hold the first `found` blocks, which were found, of a request that begins to run."""
         if found:
             self.hold(request.path, found)
 
     def extend(self, request: Request, tokens: int, blocks: int) -> None:
-        """Take `blocks` blocks for a request, so that it has those of its first `tokens` tokens."""
+        """Take `blocks` blocks for a request, which then has those of its first `tokens` tokens."""
         self.take(blocks)
 
     def slide(self, request: Request, computed: int, under_way: UnderWay | None) -> None:
-        """Let go of the blocks that a request no longer reads once it has computed `computed` tokens: none, where all
-        layers read the whole context. Called before it takes blocks for an iteration."""
+        """Release the blocks that a request no longer reads once it has computed `computed` tokens: none if all layers
+        read the whole context. Called before it takes blocks for an iteration."""
 
     def grow(
         self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, taken: int, steps: int
     ) -> None:
-        """Take the blocks that the generating ones of the `running` requests need for the next `steps` iterations.
-        Those of the first `taken` ones are taken."""
+        """Take the blocks that the generating `running` requests need for the next `steps` iterations. Those of the
+        first `taken` iterations are taken already."""
         demand = generation.demand(steps)
         if taken:
             demand -= generation.demand(taken)
@@ -118,7 +114,7 @@ class BlockPool:
         enough: int,
     ) -> int:
         """Number of the next `steps` iterations for which `free` blocks suffice, in addition to those of the first
-        `taken` ones. They do for `enough`, even if no running request lets go of any."""
+        `taken` ones. They suffice for `enough` iterations even if no running request releases any."""
         return enough
 
     def steady(
@@ -136,7 +132,7 @@ class BlockPool:
         """Note that an iteration is scheduled."""
 
     def hold(self, path: Path, blocks: int) -> None:
-        """Hold the first `blocks` blocks of a context, which were found."""
+        """Hold the first `blocks` blocks, which were found, of a context."""
         for owner, start, end in path:
             if start >= blocks:
                 break
@@ -162,7 +158,7 @@ class BlockPool:
                 run.holders += 1
 
     def take(self, blocks: int) -> None:
-        """Give away `blocks` free blocks. Raises ValueError if fewer are free."""
+        """Reuse `blocks` free blocks. Raises ValueError if fewer are free."""
         blank = self.blank
         self.blank = max(blank - blocks, 0)
         reads = self.reads
@@ -202,13 +198,13 @@ class BlockPool:
                 del self._runs[owner]
 
     def given_before(self, found: Mapping[Owner, int], most: int) -> int:
-        """Free blocks, at most `most`, that are given away before one that is still read or is among the first
+        """Free blocks, at most `most`, that are reused before one that is still read or is among the first
         `found[owner]` of its owner."""
         return self.reads.given_before(self._free, self.blank, found, most)
 
     def write(self, request: Request, full: int, *, again: bool = False) -> None:
-        """Let others find the first `full` blocks of a request, which it holds and which are full of its tokens now.
-        With `again` some of them were there already, and were computed anew instead of held."""
+        """Let others find the first `full` blocks of a request, which are now full of its tokens. With `again` some of
+        them were findable already, and were computed anew instead of held."""
         written, request.written = request.written, full
         own_copy = request in self.copies.own
         for owner, start, end in request.path:
@@ -239,7 +235,7 @@ class BlockPool:
                 )
 
     def write_arrived(self, request: Request, full: int) -> None:
-        """Like `write`, for blocks whose tokens came from elsewhere: meanwhile others may have written them, too."""
+        """Like `write`, for blocks whose tokens arrived from elsewhere: meanwhile others may have written them, too."""
         for owner, start, end in request.path:
             begin, end = max(start, request.written), min(end, full)
             if begin >= end:
@@ -262,11 +258,9 @@ class BlockPool:
 
     def adopt(self, path: Path, blocks: int) -> int:
         """Take in the first `blocks` blocks of a context from elsewhere, as if a request had computed the missing ones
-        and ended. The others count as just let go, too, for they must outlive what follows.
-
-        Returns how many are here then: fewer than `blocks` if too few were free. No request may be about to write the
-        missing ones.
-        """
+        and ended. The others also count as just released, since they must outlive their continuation. Returns the
+        number now present: fewer than `blocks` if too few were free. No request may be about to write the missing
+        ones."""
         found, _ = self.find(path, blocks)
         self.hold(path, found)
         here = found + min(blocks - found, self.free)
@@ -279,7 +273,7 @@ class BlockPool:
         return here
 
     def let_go(self, request: Request, tokens: int, known: int) -> None:
-        """Let go of all blocks of a request: those of `tokens` tokens, of which `known` are final."""
+        """Release all blocks of a request: those of `tokens` tokens, of which `known` are final."""
         held = -(-tokens // self.block_size)
         if not self.caching:
             self.blank += held
@@ -289,12 +283,13 @@ class BlockPool:
             self.discard(known // self.block_size, held)
 
     def release(self, request: Request, held: int) -> None:
-        """Let go of the `held` blocks of a request; those that it has written stay findable."""
+        """Release the `held` blocks of a request; those that it has written stay findable."""
         self.blank += held - request.written
         self._let_go(request.path, request.written, self.copies.own.pop(request, ()))
 
     def _let_go(self, path: Path, blocks: int, copies: Sequence[Run]) -> None:
-        """Remove one holder of the first `blocks` blocks of a context. `copies` are those it held in their place."""
+        """Remove one holder of the first `blocks` blocks of a context. `copies` are those that it held instead of
+        them."""
         free = self._free
         for owner, start, end in reversed(path):
             if start >= blocks:
@@ -329,10 +324,8 @@ class BlockPool:
                 free[run] = None
 
     def discard(self, full: int, held: int) -> None:
-        """Let go of `held` blocks that will never be found, of which the first `full` are full.
-
-        Full blocks of known tokens keep their place in the order of reuse, although they cannot be found.
-        """
+        """Release `held` blocks that will never be found, of which the first `full` are full. Full blocks of known
+        tokens keep their place in the order of reuse, although they cannot be found."""
         self.blank += held - full
         if not full:
             return
@@ -344,7 +337,7 @@ class BlockPool:
             self._free[Run(None, 0, full, 0)] = None
 
     def resize(self, blocks: int) -> None:
-        """Set the number of blocks. To shrink, there must be enough free ones; they go in the order of reuse."""
+        """Set the number of blocks. Shrinking needs enough free ones, which are removed in the order of reuse."""
         if blocks < self.blocks:
             self.take(self.blocks - blocks)
         else:
@@ -398,8 +391,8 @@ class BlockPool:
 
 
 def path_of(context: Owner, block_size: int) -> Path:
-    """Owners of the blocks of a request's context, or of a chain's. A block that shares only its beginning with the
-    parent's is the child's own."""
+    """Owners of the blocks of a request's context, or of a chain's. A block that shares only its first tokens with the
+    parent's belongs to the child."""
     link = context if isinstance(context, Chain) else context.chain
     if link is None:
         return ((context, 0, _END),)

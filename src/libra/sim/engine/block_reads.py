@@ -1,8 +1,6 @@
-"""Blocks that were let go while they are still read: an iteration that reuses one of them waits for its readers.
-
-Invariant: such a block is in `reading` until its readers have ended or it is given away. In the latter case it is in
-`given` until the next iteration was made to wait for it.
-"""
+"""Blocks that were released while they are still read: an iteration that reuses one of them waits for its readers. ¶
+Invariant: such a block is in `reading` until its readers have ended or it is reused. In the latter case it is in
+`given` until the next iteration waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from libra.sim.engine.request import Owner, Request
 
 
 class Reader(Protocol):
-    """A transfer that reads blocks after they were let go."""
+    """A transfer that reads blocks after their release."""
 
     end: int | None  # tick, if it is known
 
@@ -22,7 +20,7 @@ class Reader(Protocol):
 
 
 class BlockReads:
-    """Blocks of one pool that are still read."""
+    """Blocks of one pool that are still being read."""
 
     __slots__ = ("fenced", "given", "reading", "unwritten")
 
@@ -48,22 +46,22 @@ class BlockReads:
             self.reading[block] = left
 
     def fence(self, request: Request, blank: int) -> None:
-        """Note that a request is about to let go of blocks that are read but not findable. They become blank, behind
-        the `blank` ones there are already, and the request's last block is given away first."""
+        """Note that a request is about to release blocks that are read but not findable. They become blank, behind the
+        present `blank` ones, and the request's last block is reused first."""
         self.fenced += [(blank + number - request.written, block) for number, block in self.unwritten.pop(request)]
 
     def give_blank(self, left: int) -> None:
-        """Note that blank blocks are given away; `left` of them remain."""
+        """Note that blank blocks are reused; `left` of them remain."""
         while self.fenced and self.fenced[-1][0] >= left:
             self.give_block(self.fenced.pop()[1])
 
     def give(self, owner: Owner | None, low: int, high: int) -> None:
-        """Note that the blocks from `low` to `high` of an owner are given away."""
+        """Note that the blocks from `low` to `high` of an owner are reused."""
         for block in [it for it in self.reading if isinstance(it, tuple) and it[0] is owner and low <= it[1] < high]:
             self.given[block] = self.reading.pop(block)
 
     def give_block(self, block: Block) -> None:
-        """Note that one block is given away, which may still be read."""
+        """Note that one block, which may still be read, is reused."""
         if block in self.reading:
             self.given[block] = self.reading.pop(block)
 

@@ -1,4 +1,4 @@
-"""Runs of blocks of one context that are held and let go together: one entry of a block pool for as many as possible.
+"""Runs of blocks of one context that are held and released together: one entry of a block pool for as many as possible.
 
 Invariant: of each known block one copy is in a run of its owner, where others find it. Other requests that computed its
 tokens hold further copies, each a run of its own. The oldest of these replaces the findable copy once that is
@@ -14,10 +14,8 @@ from libra.sim.engine.request import Owner, Request
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Blocks `low` to `high` (exclusive) of an owner's context that have the same holders and were let go together.
-
-    Without an owner: blocks that will never be found.
-    """
+    """Blocks `low` to `high` (exclusive) of an owner's context with the same holders and the same time of release.
+    Without an owner: blocks that will never be found."""
 
     owner: Owner | None
     low: int
@@ -38,13 +36,13 @@ class BlockCopies:
         self.own: dict[Request, list[Run]] = {}  # copies that it holds although others can be found
 
     def add(self, request: Request, owner: Owner, block: int) -> None:
-        """Note that a request has computed a block that is known already."""
+        """Note that a request has computed a block that was known already."""
         copy = Run(owner, block, block + 1, 1)
         self.own.setdefault(request, []).append(copy)
         self.further.setdefault(owner, {}).setdefault(block, []).append(copy)
 
     def of(self, request: Request, owner: Owner, block: int) -> Run | None:
-        """The copy of a block that a request holds, whether or not it still is a further one."""
+        """The copy of a block that a request holds, even if it is no longer a further one."""
         mine = (it for it in self.own.get(request, ()) if it.owner is owner and it.low == block)
         return next(mine, None)
 

@@ -1,8 +1,8 @@
 """The KV chunks that a tier holds, and the order in which they are evicted.
 
 Invariant: a chunk that is being written or read stays; either all chunks of a write are stored or none. The rules are
-those of vLLM's `CPUOffloadingManager` with its policies `lru` and `arc`. The chunks of a request count as used once,
-when it ends, its last chunk first, so that a prefix outlives what follows it.
+those of vLLM's `CPUOffloadingManager` with its policies `lru` and `arc`. The chunks of a request count as used once, at
+its end, its last chunk first, so a prefix outlives its continuation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KVChunk:
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """Chunks that one request has used, by what it did with them."""
+    """Chunks that one request has used, by kind of use."""
 
     seen: set[Key] = field(default_factory=set)
     inserted: set[Key] = field(default_factory=set)
@@ -54,7 +54,7 @@ class ChunkCache(ABC):
         return "missing" if chunk is None else "pending" if chunk.pending else "there"
 
     def begin_read(self, keys: Sequence[Key], access: Access) -> None:
-        """Begin to read chunks that are there: they stay until the read has ended."""
+        """Begin to read present chunks: they stay until the read has ended."""
         for key in keys:
             chunk = self._chunk(key)
             self.idle -= chunk.idle
@@ -98,7 +98,7 @@ class ChunkCache(ABC):
             self.idle += 1
 
     def end_access(self, access: Access) -> None:
-        """Count the accesses of a request that has ended as one use."""
+        """Count the accesses of an ended request as one use."""
         self._use(sorted(access.seen, key=lambda key: -key[1]), access)
 
     @abstractmethod
@@ -118,11 +118,11 @@ class ChunkCache(ABC):
 
     @abstractmethod
     def _miss(self, keys: Sequence[Key]) -> None:
-        """Note that a request wants to write chunks that are not there."""
+        """Note that a request wants to write missing chunks."""
 
     @abstractmethod
     def _use(self, keys: Sequence[Key], access: Access) -> None:
-        """Note that a request that used these chunks has ended; the last of its context come first."""
+        """Note that a request that used these chunks has ended; the last chunks of its context come first."""
 
     @abstractmethod
     def _victims(self, count: int, spared: Collection[Key]) -> list[Key] | None:
@@ -163,8 +163,8 @@ class LruCache(ChunkCache):
 
 
 class ArcCache(ChunkCache):
-    """Adaptive replacement (Megiddo and Modha 2003): a queue of chunks used once, and one of those used more often. The
-    recently evicted chunks tell which of the two has too little room."""
+    """Adaptive replacement (Megiddo and Modha 2003): a queue of chunks used once, and one of chunks used more often.
+    Recently evicted chunks show which of the two has too little room."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks)

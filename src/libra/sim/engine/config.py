@@ -1,7 +1,7 @@
 """Configuration of one engine, in vLLM's terms.
 
-Invariant: a configuration that exists can run every request that it accepts: the KV cache holds the longest context,
-and one iteration has room for a token of every running request.
+Invariant: every configuration can run every request that it accepts: the KV cache holds the longest context, and one
+iteration has room for a token of every running request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RoleName = Literal["colocated", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(Value):
-    """Names and defaults are vLLM's, where it has them."""
+    """Names and defaults are vLLM's, if it has them."""
 
     max_model_len: int  # tokens of the longest context, generated ones included
     kv_blocks: int  # blocks that requests can use: vLLM's `num_gpu_blocks` less the one it keeps for itself
@@ -176,7 +176,8 @@ class EngineConfig(Value):
 
     @property
     def step_budget(self) -> int:
-        """Tokens that the first request of an iteration may have; each takes `input_slots` in addition to its own."""
+        """Tokens that the first request of an iteration may have; each request takes `input_slots` in addition to its
+        own tokens."""
         return self.max_num_batched_tokens - self.input_slots
 
     @property
@@ -209,7 +210,7 @@ class EngineConfig(Value):
 
     @property
     def slides(self) -> bool:
-        """Whether a running request lets go of blocks that it no longer reads."""
+        """Whether a running request releases blocks that it no longer reads."""
         return bool(self.kv_groups) and any(layout.period for layout in self.layouts)
 
     @property
@@ -221,7 +222,7 @@ class EngineConfig(Value):
 
     @property
     def longest_blocks(self) -> int:
-        """Blocks of all KV groups that one request of `max_model_len` holds at most."""
+        """Most blocks of all KV groups that one request of `max_model_len` holds."""
         if not self.kv_groups:
             return self.blocks(self.max_model_len)
         return sum(layout.held(self.max_model_len, self.async_scheduling) for layout in self.layouts)
@@ -240,13 +241,13 @@ class EngineConfig(Value):
         return sum([layout.new_blocks(before, after) for layout in self.layouts])
 
     def admission_blocks(self, found: int, tokens: int) -> int:
-        """Blocks that a request takes to compute its first `tokens` tokens, `found` blocks of which are cached."""
+        """Blocks that a request takes to compute its first `tokens` tokens, with `found` cached blocks."""
         if not self.kv_groups:
             return self.held_blocks(tokens) - found
         return sum([layout.new_blocks(found * self.block_size, tokens) for layout in self.layouts])
 
     def reserved_blocks(self, found: int, tokens: int) -> int:
-        """Blocks that have to be free to admit a prompt of `tokens` tokens, `found` blocks of which are cached."""
+        """Blocks that have to be free to admit a prompt of `tokens` tokens, with `found` cached blocks."""
         if not self.kv_groups:
             return -(-tokens // self.block_size) - found
         return sum([layout.reserved(found * self.block_size, tokens) for layout in self.layouts])
@@ -304,7 +305,7 @@ class EngineSpec(Value):
 
     @property
     def defers(self) -> bool:
-        """Whether blocks that an iteration under way may write are let go only with its end: for a KV consumer."""
+        """Whether blocks that the current iteration may write are released only at its end: for a KV consumer."""
         config = self.config
         return bool(self.role == DECODE or config.kv_tiers) and (
             config.async_scheduling or config.pipeline_parallel_size > 1

@@ -1,9 +1,7 @@
-"""Requests that generate with drafts: each iteration brings the accepted drafts and one more token.
-
-Invariant: what a request computes, holds and generates in each of its iterations is known when it enters, as if it were
-alone. The batch is kept as sums over its requests for each iteration to come. A request that gets fewer tokens in an
-iteration than it wants, or none, enters anew.
-"""
+"""Requests that generate with drafts: each iteration gives the accepted drafts and one more token. ¶ Invariant: the
+computation, blocks and tokens of a request in each of its iterations are known when it enters, as if it were alone. The
+batch is kept as sums over its requests for each future iteration. A request that gets fewer tokens in an iteration than
+it wants, or none, enters anew."""
 
 from __future__ import annotations
 
@@ -179,7 +177,7 @@ class Drawn(Generation):
 
     def _enter(self, request: Request, start: int, known: int, generated: int, held: int, first: int | None) -> None:
         """Let a request generate from the iteration `start` on. It holds `held` blocks, and others can find its first
-        `known` tokens; `first` limits its tokens in the first iteration, if they are fewer than it wants."""
+        `known` tokens; `first` limits its tokens in the first iteration, if it wants more."""
         undrawn, tokens = self._tokens(request, generated, first)
         before, begin, steps = tokens[:-1], tokens.item(0), len(tokens) - 1
         sums = np.empty((steps, 3), np.int64)
@@ -204,7 +202,7 @@ class Drawn(Generation):
             self.ask(request)
 
     def _tokens(self, request: Request, generated: int, first: int | None) -> tuple[int, Ints]:
-        """(iterations, 0 or 1, that verify nothing; tokens of a request's context before each iteration and after the
+        """(iterations without verification, 0 or 1; tokens of a request's context before each iteration and after the
         last). The next iteration has `first` tokens of the request; None: all that it wants."""
         draws, number, verified = self._draws, request.number, request.verifications
         begin, end = request.prompt_tokens + generated, request.prompt_tokens + request.output_tokens
@@ -214,7 +212,7 @@ class Drawn(Generation):
         return 0, draws.contexts(number, verified, begin, end, first or self._each)
 
     def _put(self, request: Request, course: Course, last: int) -> None:
-        """Add the course of a request, which generates its last token with the iteration `last`."""
+        """Add the course of a request whose last token is generated in the iteration `last`."""
         request.course, request.last = course, last
         steps = len(course.sums)
         at = self._room(course.start, steps)
@@ -230,7 +228,7 @@ class Drawn(Generation):
         self._look()
 
     def _leave(self, request: Request) -> tuple[Course, int]:
-        """Take a request out of the sums. Returns its course, and how many of its iterations are over."""
+        """Take a request out of the sums. Returns its course, and the number of its iterations that are over."""
         course = _course(request)
         over = self.iteration - course.start
         rest = course.sums[max(over, 0) :]
@@ -254,7 +252,7 @@ class Drawn(Generation):
         self.context = self.context_after(0)
 
     def _room(self, start: int, steps: int) -> int:
-        """The index of the line of iteration `start`. Makes room for `steps` lines from there on."""
+        """The index of the row of iteration `start`. Makes room for `steps` rows from there on."""
         at = start - self._origin
         if at + steps >= len(self._sums):
             kept = self._sums[self.iteration - self._origin : max(self._end, self.iteration) - self._origin]
@@ -273,10 +271,10 @@ def _course(request: Request) -> Course:
 
 
 def held_by(course: Course, over: int) -> int:
-    """Blocks held when `over` of the iterations are over."""
+    """Blocks held after `over` of the iterations."""
     return course.sums.item(over - 1, BLOCKS) if over > 0 else course.held
 
 
 def _known(course: Course, over: int) -> int:
-    """Tokens that others can find when `over` of the iterations are over."""
+    """Tokens that others can find after `over` of the iterations."""
     return course.tokens.item(over - 1) if over > 0 else course.known

@@ -1,10 +1,7 @@
-"""Drafts under asynchronous scheduling: an iteration is decided before it is known how many drafts of the one before it
-are accepted.
-
-Invariant: a request is scheduled as if all its drafts under way are accepted. Its context counts all of them for
-`max_model_len` and for blocks, which it keeps. What it computes and generates is what is accepted. These drafts are
-vLLM's `num_output_placeholders`.
-"""
+"""Drafts under asynchronous scheduling: an iteration is scheduled before the accepted drafts of the one before it are
+known. ¶ Invariant: a request is scheduled as if all its drafts in flight are accepted. Its context counts all of them
+for `max_model_len` and for blocks, which it keeps. It computes and generates only the accepted ones. These drafts are
+vLLM's `num_output_placeholders`."""
 
 from __future__ import annotations
 
@@ -19,8 +16,9 @@ from libra.sim.engine.speculative import Ints
 
 
 class CourseAhead(Course):
-    """One request's iterations from `start` on, without those that are decided without it. They go to its last one, and
-    maybe one more, in vain; or to the one whose tokens `max_model_len` limits, which depends on the one before."""
+    """One request's iterations from `start` on, without those scheduled without it. They go to its last one, and
+    possibly a useless one after it; or to the one whose tokens `max_model_len` limits, which depends on the one
+    before."""
 
     __slots__ = ("before", "overruns", "positions", "since", "whole")
 
@@ -37,7 +35,7 @@ class CourseAhead(Course):
 
 
 class DrawnAhead(Drawn):
-    """The same under the rules of vLLM's `AsyncScheduler`."""
+    """`Drawn` under the rules of vLLM's `AsyncScheduler`."""
 
     __slots__ = ()
 
@@ -104,7 +102,7 @@ class DrawnAhead(Drawn):
 
     def _again(self, request: Request, start: int, first: int | None) -> None:
         """Let a request continue from the iteration `start` on. That is the next one only if the request has `first`
-        tokens in it, or if none is under way."""
+        tokens in it, or if none is in flight."""
         generated, before = self.generated(request), self.generated(request, -1)
         course, at = self._leave(request)
         position = request.prompt_tokens + generated - 1 if first is None else course.positions.item(at)
@@ -120,8 +118,8 @@ class DrawnAhead(Drawn):
         position: int,
         first: int | None = None,
     ) -> None:
-        """Let a request generate from the iteration `start` on, decided from `position`. It has `first` tokens in that
-        one; None: all that it wants. It holds `held` blocks."""
+        """Let a request generate from the iteration `start` on, scheduled from `position`. It has `first` tokens in
+        that one; None: all that it wants. It holds `held` blocks."""
         each, longest = self._each, self._length
         undrawn, tokens = self._tokens(request, generated, first)
         context, steps = tokens.item(0), len(tokens) - 1

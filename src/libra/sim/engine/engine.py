@@ -1,9 +1,6 @@
-"""One simulated engine, seen from outside: the calls it takes, what it plans, and what it has done.
-
-Invariant: the rules are those of vLLM's V1 scheduler, iteration by iteration; they are in the modules of an iteration's
-phases. As long as nothing but the number of tokens can change, iterations are advanced together instead of one by one.
-No caller sees a difference.
-"""
+"""The interface of one simulated engine: its calls, its plans, and its results. ¶ Invariant: the rules are those of
+vLLM's V1 scheduler, iteration by iteration; they are in the modules of an iteration's phases. As long as only the
+number of tokens can change, iterations are advanced together instead of one by one, without a visible difference."""
 
 from __future__ import annotations
 
@@ -29,15 +26,14 @@ class SimEngine(EngineState):
 
     `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may be called at any tick in between, and return True if
     they moved the end forward. At one tick, the caller commits first, then makes these calls, then plans. After any of
-    them but `ask`, and after `adopt`, an engine that is not busy, or is open, has to be planned.
+    them but `ask`, and after `adopt`, an engine that is not busy, or is open, has to be planned. Blocks for KV are
+    taken with a plan. `pull_ended` reports that the KV arrived or never will, `sent` that KV kept by a request is no
+    longer needed.
 
-    Blocks for KV are taken with a plan; `pull_ended` says that the KV came or never will, `sent` that the KV which a
-    request keeps is no longer needed.
-
-    `asked` are the running requests that reached their `ask_at` with the last commit. `interrupted` are those that left
-    unfinished with the last plan. `pulls` are those for whose KV blocks were taken, and how many. `ended` are those
-    that ended without running: their KV did not come, or its first token was all they asked for. All are cleared by the
-    next commit or plan, whichever comes first.
+    `asked` are the running requests that reached their `ask_at` with the last commit. `interrupted` are requests that
+    left unfinished with the last plan. `pulls` are requests whose KV got blocks, and the number of blocks. `ended` are
+    requests that ended without running: their KV did not arrive, or they needed only its first token. The next commit
+    or plan clears them all.
     """
 
     open: bool = field(default=False, init=False)  # may plan more before `end`
@@ -77,43 +73,39 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def cancel(self, request: Request, now: int) -> bool:
-        """Stop a request at the end of the iteration that is under way, unless it finishes with that one. From then on
-        `generated` is right."""
+        """Stop a request at the end of the current iteration, unless it finishes with that one. From then on
+        `generated` is final."""
         if not self._has(request):
             return False
         mark(self, request, "cancelled")
         return cut_stretch(self, now)
 
     def interrupt(self, request: Request, now: int) -> bool:
-        """Stop a request at the end of the iteration that is under way, to continue elsewhere.
-
-        Unless it finishes with that one, it is in `interrupted` after the plan that follows, and `generated` says how
-        many tokens its owner keeps: a new request has them in its prompt. A request that leaves already is left alone.
-        """
+        """Stop a request at the end of the current iteration, to continue on another engine. Unless it finishes with
+        that iteration, it is in `interrupted` after the next plan, and `generated` is the number of tokens that its
+        owner keeps: a new request has them in its prompt. A request that is leaving already is not affected."""
         if not self._has(request) or request in self.leaving:
             return False
         mark(self, request, "interrupted")
         return cut_stretch(self, now)
 
     def release_leaving(self, now: int) -> None:
-        """Release the requests that leave, at a boundary, before the plan that would do so: other events at that tick
-        may depend on it."""
+        """Release the leaving requests at a boundary, before the plan that would do so: other events at that tick may
+        depend on it."""
         if not self.busy and self.leaving:
             leave(self, sorted(self.leaving, key=lambda it: it.number), now)
 
     def pause(self, pause: Pause, now: int) -> bool:
-        """Stop at the end of the iteration under way, until the pause is over. A closing engine does not pause."""
+        """Pause at the end of the current iteration, until the pause is over. A closing engine does not pause."""
         if self.closing:
             return False
         self._due.append(pause)
         return cut_stretch(self, now)
 
     def close(self, now: int) -> bool:
-        """Take no more work, and stop for good at the end of the iteration (or the pause) that is under way.
-
-        The plan that follows is None, and lets go of all requests that have not finished: they are in `interrupted`,
-        running ones first. All `ask_at` are dropped. What the cache holds can still be looked up.
-        """
+        """Take no more work, and stop for good at the end of the current iteration (or pause). The next plan is None,
+        and releases all unfinished requests: they are in `interrupted`, running ones first. All `ask_at` are dropped.
+        The contents of the cache can still be looked up."""
         if self.closing:
             return False
         self.closing = True
@@ -122,10 +114,10 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def ask(self, request: Request, tokens: int, now: int) -> bool:
-        """Stop at the end of the iteration with which a request has generated `tokens` tokens: it is in `asked` then.
+        """Stop at the end of the iteration with which a request has generated `tokens` tokens; it is then in `asked`.
 
         This replaces the request's `ask_at`. A request that finishes with that token or before is not in `asked`.
-        Raises ValueError for a request that neither runs nor waits here, or leaves, or has these tokens already.
+        Raises ValueError for a request that is not running or waiting here, is leaving, or has these tokens already.
         """
         if not self._has(request):
             raise ValueError(f"request {request.number} neither runs nor waits on engine {self.index}: ask its own")
@@ -148,13 +140,14 @@ class SimEngine(EngineState):
         return cut_to(self, steps)
 
     def pull_ended(self, request: Request, now: int, failure: str | None = None, *, first_token: bool = False) -> bool:
-        """Note that the KV of a request's prompt has come, maybe with its first token; or has not, and why. Seen at the
-        end of the iteration under way. If the request was given up meanwhile, its blocks are free from then on."""
+        """Note that the KV of a request's prompt has arrived, possibly with its first token; or has failed to, with the
+        reason. Seen at the end of the current iteration. If the request was cancelled meanwhile, its blocks are free
+        from then on."""
         self.notices.append(PullEnd(request, failure, first_token))
         return cut_stretch(self, now)
 
     def sent(self, request: Request, now: int) -> bool:
-        """Free the blocks that a finished request keeps, at the end of the iteration under way, or now if none is."""
+        """Free the blocks that a finished request keeps, at the end of the current iteration, or now without one."""
         self.notices.append(Sent(request))
         if not self.busy:
             self.count_held(now)
@@ -162,17 +155,13 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:
-        """Take in the KV of a context's first `tokens` tokens from another engine. Returns how many of them are here
-        now and were not before.
-
-        Full blocks that are missing become findable, without a holder. They replace the least recently let go, never
-        held ones: if too few are free, the first that fit are taken. Tokens that a running request is about to compute
-        count as here, and nothing after them is taken; without prefix caching all count as here. All blocks here of
-        these tokens count as let go last. The end may move forward, as with `submit`, for a waiting request may fit
-        now: compare `end`.
-
-        Raises ValueError if the engine closes, and for a request that has ended or has fewer than `tokens` tokens.
-        """
+        """Take in the KV of a context's first `tokens` tokens from another engine. Returns how many of them are newly
+        present. Missing full blocks become findable, without a holder. They replace the least recently released blocks,
+        never held ones: if too few are free, the first that fit are taken. Tokens that a running request is about to
+        compute count as present, and nothing after them is taken; without prefix caching all count as present. All
+        present blocks of these tokens count as released last. The end may move forward, as with `submit`, since a
+        waiting request may fit now: compare `end`. Raises ValueError if the engine is closing, and for a request that
+        has ended or has fewer than `tokens` tokens."""
         if self.closing:
             raise ValueError(f"engine {self.index} is closing: send KV to another one")
         new = take_in(self, context, tokens, now)
@@ -199,7 +188,7 @@ class SimEngine(EngineState):
         return [*self.running, *self.arriving, *self.waiting]
 
     def generated_by(self, request: Request, now: int) -> int:
-        """Tokens that a request which runs or waits here has generated at tick `now`."""
+        """Tokens that a running or waiting request has generated at tick `now`."""
         ended = settle(self, now)
         generation = self.generation_of(request)
         if generation is None:
@@ -209,8 +198,8 @@ class SimEngine(EngineState):
         return generation.generated(request, ended)
 
     def cached_tokens(self, context: Chain | Request, now: int) -> int:
-        """Tokens of a context's beginning whose KV can be found: for a chain all there are, for a request those that it
-        would not compute if it were admitted."""
+        """Tokens of a context's beginning whose KV can be found: all findable ones for a chain; for a request those
+        that it need not compute if admitted."""
         return cached_blocks(self, context, now) * self.config.block_size
 
     def kv_usage(self, now: int) -> float:
@@ -219,8 +208,8 @@ class SimEngine(EngineState):
         return self.pool.held / self.pool.blocks
 
     def token_seconds(self, now: int) -> float:
-        """Seconds per token of one more sequence, as long as the others on average, once all accepted ones run. Where
-        KV memory or `max_num_seqs` do not allow that, sequences take turns."""
+        """Seconds per token of one more sequence, as long as the others on average, once all accepted ones run. If KV
+        memory or `max_num_seqs` do not allow that, sequences alternate."""
         config, flights = self.config, len(self.flights.all)
         accepted = -(-(len(self.running) + len(self.arriving) + len(self.waiting)) // flights)
         # Generated tokens count as far as they exceed the prompts of requests that do not generate yet.
@@ -237,19 +226,19 @@ class SimEngine(EngineState):
         return base + slope * context
 
     def recall_rate(self, now: int) -> float:
-        """Times a second that the lender recalls its device."""
+        """Recalls per second by the lender of its device."""
         return 0.0
 
     @property
     def borrowed(self) -> bool:
-        """Whether it gives way to the lender of its device: at once, but KV can still be fetched from it."""
+        """Whether it yields to the lender of its device: at once, but KV can still be fetched from it."""
         return False
 
     # Next event
 
     def plan(self, now: int) -> int | None:
-        """Decide at an iteration's boundary what to do, and return the tick at which it ends. None: there is nothing to
-        do; a closing engine is closed now."""
+        """Decide at an iteration's boundary what to do, and return the tick of its end. None: there is nothing to do; a
+        closing engine is then closed."""
         if self.asked or self.interrupted or self.pulls or self.ended:
             self._forget_told()
         if now > self.seen:
@@ -316,7 +305,7 @@ class SimEngine(EngineState):
         return self.end
 
     def _drain(self, now: int) -> int:
-        """Send no batch until those under way have landed; then begin the pause."""
+        """Send no batch until those in flight have ended; then begin the pause."""
         if self.flights.under_way:
             self.end = self.flights.under_way[0].end
         elif self.under_way is not None:
@@ -329,7 +318,7 @@ class SimEngine(EngineState):
         return self.end
 
     def commit(self) -> list[Request]:
-        """Apply what was planned. Returns the requests that finished with it, in order."""
+        """Apply the plan. Returns the requests that finished with it, in order."""
         if self.asked or self.interrupted or self.pulls or self.ended:
             self._forget_told()
         self.busy = False
@@ -352,7 +341,8 @@ class SimEngine(EngineState):
         return complete_ahead(self) if self.under_way is not None else complete(self)
 
     def stop(self, now: int) -> None:
-        """End the simulation: count the iterations that have ended by `now`, and the time so far of the current one."""
+        """End the simulation: count the iterations that have ended by `now`, and the elapsed time of the current
+        one."""
         if self.busy and self.steps > 1:
             catch_up(self, now + 1)
         self.count_held(now)
@@ -376,7 +366,7 @@ class SimEngine(EngineState):
         self.asked, self.interrupted, self.pulls, self.ended = [], [], [], []
 
     def _close(self, now: int) -> None:
-        """Give back all unfinished requests at the last boundary."""
+        """Return all unfinished requests at the last boundary."""
         unfinished = self.unfinished
         for request in unfinished:
             if request not in self.leaving:

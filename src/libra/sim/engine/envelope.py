@@ -1,4 +1,4 @@
-"""The slowest of several engines in each of the iterations that follow: the upper envelope of their lines.
+"""The slowest of several engines in each of the following iterations: the upper envelope of their lines.
 
 Invariant: whole ticks; the envelope is the largest line at every iteration, wherever it is cut.
 """
@@ -14,8 +14,8 @@ from libra.sim.engine.speculative import Ints
 
 def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, int, int]]:
     """(iterations, ticks of the first, growth, line) of the pieces of the envelope over `steps` >= 1 iterations. Line
-    `i` takes `first[i] + k * growth[i]` ticks in iteration `k`; of several that are the largest, the one that grows
-    least is named."""
+    `i` takes `first[i] + k * growth[i]` ticks in iteration `k`; of several equally large ones, the one that grows least
+    is named."""
     at = 0
     while at < steps:
         values = first + growth * at
@@ -32,8 +32,8 @@ def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, i
 
 
 def scaled(ticks: Ints, growth: Ints, lines: tuple[tuple[int, int], ...]) -> tuple[Ints, Ints]:
-    """The lines of an iteration whose engines' own parts take `ticks` and grow by `growth`. It takes the longest of
-    `factor * own + more` over all (factor, more) of `lines`."""
+    """The lines of an iteration whose engines' own parts take `ticks` and grow by `growth`. The iteration takes the
+    longest of `factor * own + more` over all (factor, more) of `lines`."""
     if len(lines) == 1 and lines[0][0] == 1:
         return ticks + lines[0][1], growth
     return (

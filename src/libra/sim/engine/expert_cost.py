@@ -1,7 +1,7 @@
 """Duration of an iteration of data-parallel ranks that divide the experts of a model over all their GPUs.
 
-Invariant: in each layer all wait for the GPU whose experts get most tokens: the fullest one by expectation, or drawn
-for every iteration. The expert load depends on the iteration alone, so no schedule changes it.
+Invariant: in each layer all wait for the GPU whose experts get most tokens: the fullest one in expectation, or one
+drawn for every iteration. The expert load depends on the iteration alone, so no schedule changes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ExpertLoad:
         return self.shares(0 if self.phase is None else iteration // self.phase)
 
     def until(self, iteration: int) -> int:
-        """The iteration at which the shares change next."""
+        """The iteration at which the shares next change."""
         return UNLIMITED if self.phase is None else (iteration // self.phase + 1) * self.phase
 
     def mean(self, begin: int, end: int) -> Shares:
@@ -59,11 +59,9 @@ class ExpertLoad:
 
 class ExpertCost:
     """`GroupCost` of such ranks. An iteration in which experts move takes longer, as with vLLM's balancer without
-    `use_async`: each GPU's network brings those that come to it.
-
-    `drafter` has the times of the drafter on a rank. If that is a layer with such experts (`draft_experts`), its first
-    pass has all tokens of the iteration, and each further one a token of every request, padded to the rank with most.
-    Raises ValueError if the grid does not reach far enough."""
+    `use_async`: each GPU receives its new experts over its network. `drafter` has the times of the drafter on a rank.
+    If that is a layer with such experts (`draft_experts`), its first pass has all tokens of the iteration, and each
+    further one a token of every request, padded to the fullest rank. Raises ValueError if the grid is too small."""
 
     def __init__(
         self,
@@ -128,7 +126,7 @@ class ExpertCost:
         return Together(tuple(lines), until - iteration if until < UNLIMITED else UNLIMITED)
 
     def fullest(self, iteration: int) -> float:
-        """Tokens of the fullest GPU in an iteration, in multiples of the mean of all GPUs; averaged over the layers."""
+        """Tokens of the fullest GPU in an iteration, relative to the mean of all GPUs, averaged over the layers."""
         balancing, load = self._balancing, self._load
         moves = 0 if balancing is None else balancing.moves(iteration)
         self._move(moves)

@@ -1,4 +1,4 @@
-"""Batches under way: one at a time, one in each pipeline stage, or one that is computed while the next is decided.
+"""Batches in flight: one at a time, one in each pipeline stage, or one that is computed while the next is scheduled.
 
 Invariant: a request is in one batch at a time; a batch passes all stages, in the order in which batches were
 scheduled, and a stage works on one batch at a time. Waiting requests, KV blocks and `max_num_seqs` are the engine's.
@@ -34,8 +34,8 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """The iteration that is computed while the next one is decided, with asynchronous scheduling. Its results are known
-    at its end."""
+    """The iteration that is computed while the next one is scheduled, with asynchronous scheduling. Its results are
+    known at its end."""
 
     ticks: int
     absent: Collection[Request] = ()  # generating requests that are not in it
@@ -51,13 +51,13 @@ class UnderWay:
 
     @property
     def eventful(self) -> bool:
-        """Whether its end brings anything but tokens."""
+        """Whether its end has events other than tokens."""
         return self.dummy or bool(
             self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred
         )
 
     def forget(self, request: Request) -> None:
-        """Drop the tokens of a request that leaves."""
+        """Drop the tokens of a leaving request."""
         self.ending.pop(request, None)
         for requests in (self.started, self.stopping):
             if request in requests:
@@ -80,11 +80,11 @@ class Flights:
 
     @property
     def free(self) -> list[Flight]:
-        """Batches not under way. Those that wait for blocks come first, or the others would take them every time."""
+        """Batches not in flight. Those that wait for blocks come first; otherwise the others would always take them."""
         return sorted((it for it in self.all if not it.under_way), key=lambda it: not it.waits)
 
     def end_of(self, now: int, ticks: int) -> int:
-        """Tick at which an iteration of `ticks` ticks leaves the last stage, if it is sent to the first one now."""
+        """Tick at which an iteration of `ticks` ticks leaves the last stage, if it enters the first one now."""
         share, rest = divmod(ticks, len(self._stages))
         at = now
         for stage, free in enumerate(self._stages):
@@ -97,7 +97,7 @@ class Flights:
         self.under_way.append(flight)
 
     def land(self) -> Flight:
-        """End the oldest batch under way."""
+        """End the oldest batch in flight."""
         flight = self.under_way.pop(0)
         flight.under_way = False
         return flight

@@ -14,7 +14,7 @@ from libra.sim.engine.request import Request
 
 
 class Generation(ABC):
-    """The requests of a batch that generate. The tokens of each iteration are known when a request enters, so that any
+    """The requests of a batch that generate. The tokens of each iteration are known when a request enters, so any
     number of iterations costs as much as one.
 
     `asks` has at least the requests with an `ask_at`; it is empty if there are none.
@@ -40,8 +40,8 @@ class Generation(ABC):
 
     @abstractmethod
     def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
-        """Take a request out, of which `row` tokens are in the next iteration already. Returns (tokens for which it
-        holds blocks, tokens whose KV others can find)."""
+        """Take a request out, which has `row` tokens in the next iteration. Returns (tokens for which it holds blocks,
+        tokens whose KV others can find)."""
 
     @abstractmethod
     def computed(self, request: Request, more: int = 0) -> int:
@@ -53,7 +53,7 @@ class Generation(ABC):
 
     @abstractmethod
     def row(self, request: Request, after: int = 0) -> int:
-        """Tokens of a request in the iteration that is `after` iterations after the next one."""
+        """Tokens of a request in the iteration `after` iterations after the next one."""
 
     @abstractmethod
     def needs(self, request: Request, row: int) -> int:
@@ -61,20 +61,20 @@ class Generation(ABC):
 
     @abstractmethod
     def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
-        """Leave the `skipped` requests out of the next iteration, and give those in `cut` only the tokens it says.
-        Returns the sum of the tokens that are attended to in it."""
+        """Leave the `skipped` requests out of the next iteration, and limit those in `cut` to the given tokens. Returns
+        the sum of the attended tokens."""
 
     @abstractmethod
     def reaches(self, request: Request, tokens: int) -> int:
         """The iteration with which a request has generated `tokens` tokens, unless it is stalled."""
 
     def steps_to(self, request: Request, tokens: int) -> int:
-        """Iterations until a request has generated `tokens` tokens; 0 or fewer if it has."""
+        """Iterations until a request has generated `tokens` tokens; 0 or fewer if it has them."""
         return self.reaches(request, tokens) + 1 - self.iteration
 
     def ask(self, request: Request) -> None:
-        """Note that the `ask_at` of a request is new, or is reached in another iteration than before. A request that
-        ends with that token is not noted."""
+        """Note that the `ask_at` of a request is new, or will be reached in another iteration than before. A request
+        that ends with that token is not noted."""
         assert request.ask_at is not None
         if request.ask_at < request.output_tokens:
             iteration = self.reaches(request, request.ask_at)
@@ -83,19 +83,19 @@ class Generation(ABC):
 
     def overruns(self, request: Request, longest: int) -> bool:
         """Whether, with asynchronous scheduling, a request is also in the iteration after its last one, because its end
-        is not known when that one is decided. Its context can be no longer than `longest` tokens."""
+        is unknown when that one is scheduled. Its context is at most `longest` tokens."""
         return request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest
 
     def rest(self, requests: Iterable[Request]) -> None:  # noqa: B027
-        """Note that no iteration is under way: the next one is decided from known tokens. `requests` are all that
+        """Note that no iteration is in flight: the next one is scheduled from known tokens. `requests` are all that
         generate."""
 
     # Iterations
 
     @abstractmethod
     def spread(self, absent: Collection[Request] = ()) -> int:
-        """Requests times the standard deviation of their contexts, in whole tokens: the same in every iteration until
-        one comes or goes. Some may be left out."""
+        """Requests times the standard deviation of their contexts, in whole tokens: the same in every iteration until a
+        request joins or leaves. Some may be left out."""
 
     @property
     def rows(self) -> int:
@@ -108,7 +108,7 @@ class Generation(ABC):
 
     @abstractmethod
     def contexts(self, steps: int) -> list[int] | None:
-        """`context` of each of the next iterations; None: every one has `count` more than the one before."""
+        """`context` of each of the next iterations; None: each has `count` more than the one before."""
 
     @abstractmethod
     def context_after(self, steps: int) -> int:
@@ -124,11 +124,11 @@ class Generation(ABC):
 
     @abstractmethod
     def advance(self, steps: int) -> list[Request]:
-        """Count the next `steps` iterations as done. Returns the requests that generated their last token in them, in
-        the order of admission; they are not taken out."""
+        """Count the next `steps` iterations as done. Returns the requests whose last token they generated, in the order
+        of admission; they are not taken out."""
 
     def steps_to_end(self) -> int:
-        """Iterations until the first request has generated its last token. There must be one that generates."""
+        """Iterations until the first request has generated its last token. At least one must generate."""
         ends = self._ends
         while True:
             last, admission, request = ends[0]
@@ -176,8 +176,8 @@ class Generation(ABC):
 class Even(Generation):
     """Requests that generate one token each in every iteration.
 
-    What changes with each iteration is kept as a sum over all requests; each request keeps only its difference to the
-    count of iterations.
+    Values that change with each iteration are kept as sums over all requests; each request keeps only its difference to
+    the count of iterations.
     """
 
     __slots__ = ("_needs", "_offsets", "_phases", "_size", "_squares", "_starts")

@@ -1,7 +1,7 @@
-"""Duration of an iteration on a GPU, read from the grid that the planner reads.
+"""Duration of an iteration on a GPU, from the planner's grid.
 
-Invariant: the simulator and the planner have one source of times, `cost.EngineGrid`. This module adds how the parts of
-a mixed iteration combine, and the host overhead.
+Invariant: the simulator and the planner have one source of times, `cost.EngineGrid`. This module adds the combination
+of the parts of a mixed iteration, and the host overhead.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GridCost:
         host: HostCost | None = None,
         drafter: EngineGrid | None = None,
     ) -> None:
-        """`host` replaces the grid's; `drafter` has the times of the model that proposes drafts, if there is one."""
+        """`host` replaces the grid's; `drafter` has the times of the drafting model, if there is one."""
         self._captures = sizes = config.capture_sizes
         largest = self._size(DecodeBatch(config.max_num_seqs, config.tokens_each))
         longest = config.max_model_len
@@ -179,7 +179,7 @@ class GridCost:
         return ticks + round(admitting * TICKS)
 
     def _uneven_line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        """`line` of a batch that says how much its contexts differ."""
+        """`line` of a batch with a known spread of its contexts."""
         even = batch[:2]
         lines = self._lines.get(even)
         if lines is None:
@@ -190,19 +190,19 @@ class GridCost:
         return base + slope * counted, slope, limit - counted
 
     def _launching(self, tokens: int, each: int = 0) -> float:
-        """Least device seconds of a batch that only decodes, with `each` tokens per request; 0: of another batch."""
+        """Least device seconds of a batch that only decodes, with `each` tokens per request; 0 for other batches."""
         kind, _ = graph_of(
             tokens, self._captures, self._seqs, "FULL_AND_PIECEWISE", uniform=each > 0, tokens_each=max(1, each)
         )
         return self._host.launching(kind)
 
     def _counted(self, batch: DecodeBatch) -> int:
-        """Tokens by which a batch counts more context than it has: for the difference of its contexts, less what they
-        share. The same in all iterations of a stretch."""
+        """Tokens that a batch counts in addition to its context: for the differences of its contexts, minus the shared
+        ones. The same in all iterations of a stretch."""
         return (self._spread * batch.spread - self._saved * batch.shared) // _SCALE
 
     def _make_lines(self, batch: DecodeBatch) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """(limits of context between the pieces, the pieces as `line` gives them)."""
+        """(limits of context between the pieces, the pieces in the form of `line`)."""
         requests, host = batch.requests, self._host
         size = self._size(batch)
         cpu, least = host.seconds(requests), self._launching(requests * batch.tokens_each, batch.tokens_each)
@@ -271,7 +271,7 @@ class GridCost:
 
 
 def _at_least(knots: list[tuple[int, float]], least: float) -> list[tuple[int, float]]:
-    """The line through the knots where it is above `least`, else that: with a knot where one becomes the other."""
+    """The maximum of the line through the knots and `least`, with a knot where they cross."""
     raised = []
     for (left, before), (right, after) in pairwise(knots):
         raised.append((left, max(before, least)))

@@ -1,15 +1,12 @@
-"""Data-parallel ranks with one clock: they begin each iteration together, and it lasts as long as the slowest needs.
-
-Invariant: each rank schedules as an independent engine does, at the boundaries of the group's iterations; only their
-duration is the group's. A rank is visited, and brought up to date, when its own plan ends or an event reaches it. So
-the work per iteration depends on its events, not on the number of ranks. The rules are those of vLLM's
-`DPEngineCoreProc` and `coordinate_batch_across_dp`. A rank without work runs a dummy batch. The lowest kind of CUDA
-graph holds for all, and with a graph all are padded to the largest. The group stops only with its first step and with
-each `sync_interval`-th.
-
-With asynchronous scheduling a step decides the iteration after the one that begins with it (the first step of a group
-at rest begins nothing, and takes no time). So when the group stops, an iteration is still under way: all run it.
-"""
+"""Data-parallel ranks with one clock: they begin each iteration together, and the slowest determines its duration. ¶
+Invariant: each rank schedules like an independent engine, at the boundaries of the group's iterations; only their
+duration is the group's. A rank is visited, and updated, when its own plan ends or an event reaches it. So the work per
+iteration depends on its events, not on the number of ranks. The rules are those of vLLM's `DPEngineCoreProc` and
+`coordinate_batch_across_dp`. A rank without work runs a dummy batch. All use the lowest kind of CUDA graph among them,
+and with a graph all are padded to the largest. The group stops only with its first step and with each
+`sync_interval`-th. With asynchronous scheduling a step schedules the iteration after the one that begins with it (the
+first step of a group at rest begins nothing, and takes no time). So when the group stops, an iteration is still in
+flight: all run it."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class RankGroup:
-    """The common clock of some ranks. The caller lets it `land` at its `end`, commits the ranks that this returns and
-    calls `landed`; then it plans ranks, and calls `depart`."""
+    """The common clock of some ranks. The caller calls `land` at its `end`, commits the returned ranks and calls
+    `landed`; then it plans ranks, and calls `depart`."""
 
     def __init__(
         self, spec: GroupSpec, ranks: Sequence[Rank], *, exact: bool, trace: Callable[[Iteration], None] | None
@@ -77,8 +74,8 @@ class RankGroup:
     # The clock's ranks
 
     def bring(self, state: EngineState) -> None:
-        """Count the iterations of a rank that had ended at the latest boundary, except one with which its plan ended.
-        Sets the rank's `pieces` for those that follow."""
+        """Count the iterations of a rank that had ended at the latest boundary, except one that ended its plan. Sets
+        the rank's `pieces` for the following ones."""
         rank = cast("Rank", state)
         if not rank.busy or rank.dummy or not rank.steps or rank.fresh or self._pausing:
             return
@@ -98,7 +95,7 @@ class RankGroup:
             rank.pieces = after(self._pieces, -done) if self.busy else [(0, self.start, UNLIMITED, 0)]
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """Note that `steps` more iterations of a rank, which have ended, are counted."""
+        """Note that `steps` more ended iterations of a rank are counted."""
         rank = cast("Rank", state)
         rank.begin += steps
         rank.pieces = after(self._pieces, rank.begin - self.iteration)
@@ -145,7 +142,7 @@ class RankGroup:
         self._fresh.append(rank)
 
     def lasts(self) -> int:
-        """Ticks of the iteration that begins at this boundary; 0: none is decided."""
+        """Ticks of the iteration that begins at this boundary; 0: none is scheduled."""
         if not self._moving:
             return 0
         if self._first is None:
@@ -155,7 +152,7 @@ class RankGroup:
     # Time
 
     def land(self) -> list[Rank]:
-        """End the iterations under way. Returns the ranks whose plans end with them."""
+        """End the current iterations. Returns the ranks whose plans end with them."""
         self.busy, self.due, now = False, True, self.end
         if self._pausing:
             self._pausing = False
@@ -188,8 +185,8 @@ class RankGroup:
         return ended
 
     def landed(self) -> None:
-        """Check whether any rank still has work, once those that ended are committed. Requests that came or were given
-        up since the iteration began do not count."""
+        """Check whether any rank still has work, once the ended ones are committed. Requests that arrived or were
+        cancelled since the iteration began do not count."""
         if self._running and (self._counter == 1 or self._counter % self.spec.sync_interval == 0):
             unseen, given_up = self.unseen, self.given_up
             gone = {it for rank in self.ranks for it in rank.leaving if given_up.get(it, -1) < self.end}
@@ -203,12 +200,12 @@ class RankGroup:
         self._tell()
 
     def opened(self) -> list[Rank]:
-        """Ranks that an event reached while others planned already: let them plan, too, before `depart`."""
+        """Ranks that an event reached after others had planned: let them plan, too, before `depart`."""
         opened, self._opened = self._opened, []
         return [rank for rank in opened if not rank.fresh]
 
     def depart(self, now: int) -> bool:
-        """Begin the next iterations, once all ranks that had to have planned. True: the group is busy until `end`."""
+        """Begin the next iterations, once all due ranks have planned. True: the group is busy until `end`."""
         self.due = False
         fresh, self._fresh = self._fresh, []
         for rank in fresh:
@@ -258,7 +255,7 @@ class RankGroup:
             self._coming.append((rank, work))
 
     def _begin(self) -> None:
-        """Let the iterations up to the horizon be under way, and price them."""
+        """Begin the iterations up to the horizon, and price them."""
         first, self._first = self._first, None
         if self._ahead and not self._moving:
             self._horizon, self._pieces, self._bounds, self.end = self.iteration, [], [], self.start
@@ -282,7 +279,7 @@ class RankGroup:
         return self._bounded + self._bounding(steps if end <= now else steps - 1)
 
     def _bounding(self, steps: int) -> Counter[str]:
-        """Ticks of the first `steps` iterations under way, by bottleneck."""
+        """Ticks of the first `steps` current iterations, by bottleneck."""
         found: Counter[str] = Counter()
         following = [before for before, *_ in self._pieces[1:]] + [steps]
         for (before, _, first, more), after_it, name in zip(self._pieces, following, self._bounds, strict=False):
@@ -310,7 +307,7 @@ class RankGroup:
                 self._trace(replace(iteration, end=end))
 
     def _end_from(self, start: int) -> int | None:
-        """The end of the iteration under way, or just landed, that began at `start`. None: there is none."""
+        """The end of the iteration that began at `start` and is in progress, or has just ended. None: there is none."""
         pieces = self._pieces
         if not pieces or start < pieces[0][1] or start >= self.end:
             return None

@@ -1,8 +1,6 @@
-"""Blocks of KV cache groups one by one: what a request holds of a group, and what others can find of it.
-
+"""Blocks of KV cache groups one by one: the blocks of a group that a request holds, and those that others can find. ¶
 Invariant: a block with an owner can be found by the tokens up to its end; of several with the same tokens, the oldest
-is found.
-"""
+is found."""
 
 from __future__ import annotations
 

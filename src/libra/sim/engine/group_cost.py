@@ -1,8 +1,6 @@
-"""Duration of an iteration of several data-parallel ranks: each rank's own part, and the part that they do together.
-
-Invariant: whole ticks. A rank's own part is an `IterationCost`. The whole is linear in the slowest rank's part, piece
-by piece, so that the time of many iterations is a sum.
-"""
+"""Duration of an iteration of several data-parallel ranks: each rank's own part, and their joint part. ¶ Invariant:
+whole ticks. A rank's own part is an `IterationCost`. The whole is piecewise linear in the slowest rank's part, so the
+time of many iterations is a sum."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Graph(NamedTuple):
 class Together(NamedTuple):
     """Ticks of an iteration: the longest of `factor * slowest + ticks` for each (factor, ticks) of `lines`, where
     `slowest` are the ticks of the slowest rank's own part. The lines hold for `holds` iterations. `names` is the
-    bottleneck of an iteration on each line; empty where the cost does not tell them apart."""
+    bottleneck of an iteration on each line; empty if the cost does not distinguish them."""
 
     lines: tuple[tuple[int, int], ...]
     holds: int = UNLIMITED
@@ -40,20 +38,20 @@ class GroupCost(Protocol):
         ...
 
     def rank(self, graph: Graph) -> IterationCost:
-        """A rank's own part, when all run this graph."""
+        """A rank's own part, if all run this graph."""
         ...
 
     def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
-        """The part that ranks do together, in the group's `iteration`-th iteration (counted from 0) and those after it.
-        `tokens` includes padding and dummy batches, `requests` are those of the rank with most, `cpu` the seconds of
-        the host that takes longest."""
+        """The joint part of all ranks, in the group's `iteration`-th iteration (counted from 0) and later ones.
+        `tokens` includes padding and dummy batches, `requests` are those of the fullest rank, `cpu` the seconds of the
+        slowest host."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """When ranks divide their batches: as in vLLM's dual batch overlap, only if each rank reaches its threshold of
-    tokens, and has enough that none of its micro-batches is empty."""
+    """Conditions for dividing batches: as in vLLM's dual batch overlap, each rank must reach its threshold of tokens,
+    and have enough that none of its micro-batches is empty."""
 
     count: int
     dbo_decode_token_threshold: int  # of a rank that only decodes
@@ -69,8 +67,8 @@ class MicroBatching:
         return tokens >= (self.dbo_decode_token_threshold if uniform else self.dbo_prefill_token_threshold)
 
     def fills(self, fewest: int, largest: int) -> bool:
-        """Whether the rank with fewest tokens has some in its last micro-batch. Micro-batches are as long as those of
-        the rank with most, padding included."""
+        """Whether the rank with fewest tokens has some in its last micro-batch. Micro-batches have the size of the
+        fullest rank's, padding included."""
         return largest // self.count * (self.count - 1) < fewest
 
 

@@ -1,8 +1,6 @@
-"""Layouts of KV cache groups: which blocks a group of layers needs, which it no longer reads, and what counts as a hit.
-
-Invariant: each layout follows one of vLLM's managers (`single_type_kv_cache_manager.py`). A place is the number of a
-block in a request's table; blocks that were let go, or never taken, keep their places.
-"""
+"""Layouts of KV cache groups: the blocks that a group of layers needs, those that it no longer reads, and its cache
+hits. ¶ Invariant: each layout follows one of vLLM's managers (`single_type_kv_cache_manager.py`). A place is the number
+of a block in a request's table; blocks that were released, or never taken, keep their places."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ class Layout:
         return max(0, blocks - self.blocks(found))
 
     def held(self, longest: int, ahead: bool) -> int:
-        """Blocks that one request of `longest` tokens holds at most. `ahead`: with asynchronous scheduling."""
+        """Most blocks that one request of `longest` tokens holds. `ahead`: with asynchronous scheduling."""
         return self.most or self.blocks(longest)
 
     def starts(self) -> range:

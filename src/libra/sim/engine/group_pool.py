@@ -1,7 +1,7 @@
 """KV blocks of an engine whose layers are in several KV cache groups: vLLM's `KVCacheManager` with its coordinators.
 
 Invariant: each group has a table for each request that runs, and all tables take their blocks from one pool. A hit is
-the longest beginning of a context that every group has. Blocks that a group no longer reads are let go when their
+the longest prefix of a context that every group has. Blocks that a group no longer reads are released when their
 request is scheduled, before it takes new ones.
 """
 
@@ -35,10 +35,8 @@ class Holding:
 
 
 class GroupPool(BlockPool):
-    """A block pool that knows every block. Contexts' paths count tokens here, not blocks.
-
-    Blocks are let go in vLLM's order: group by group, from the last of a context to the first.
-    """
+    """A block pool that knows every block. Contexts' paths count tokens here, not blocks. Blocks are released in vLLM's
+    order: group by group, from the last of a context to the first."""
 
     __slots__ = (
         *("_ahead", "_fresh", "_held", "_kinds", "_known", "_layouts"),
@@ -79,8 +77,8 @@ class GroupPool(BlockPool):
         return self.caching
 
     def find(self, path: Path, most: int) -> tuple[int, int]:
-        """As `BlockPool.find`, in blocks of the alignment; the second count is of blocks of all groups, and more than
-        there are if a state is only computed in this iteration."""
+        """Like `BlockPool.find`, in blocks of the alignment. The second count is of blocks of all groups, and exceeds
+        the present ones if a state is computed only in this iteration."""
         found, self._longest = self._hit(path, most * self.block_size)
         unheld = 0
         for group, layout in enumerate(self._layouts):
@@ -94,7 +92,7 @@ class GroupPool(BlockPool):
         return found // self.block_size, unheld
 
     def _hit(self, path: Path, most: int) -> tuple[int, int]:
-        """(cached tokens that all groups have, the most that a kind of layers found on the way): the fixed point of
+        """(cached tokens that all groups have, the most that any kind of layers found on the way): the fixed point of
         `HybridKVCacheCoordinator.find_longest_cache_hit`."""
         kinds, longest, hit = self._kinds, 0, most
         if isinstance(self._layouts[kinds[0][0]], WindowLayout | StateLayout):  # they search from the end
@@ -278,8 +276,8 @@ class GroupPool(BlockPool):
             table.end = max(table.end, layout.blocks(tokens))
 
     def _slide(self, holding: Holding, computed: int, in_flight: bool, prefilled: bool) -> None:
-        """Let go of blocks that a request's next iteration no longer reads, after `computed` tokens. Those that the
-        iteration under way reads stay; `prefilled` says that it computes a prompt's tokens."""
+        """Release blocks that a request's next iteration no longer reads, after `computed` tokens. Those that the
+        current iteration reads stay; `prefilled`: it computes a prompt's tokens."""
         known = processed = computed
         if in_flight:
             processed = holding.begun if prefilled else computed - 1
@@ -307,7 +305,7 @@ class GroupPool(BlockPool):
             table.cached = max(table.cached, end)
 
     def _note_states(self, holding: Holding, request: Request, known: int) -> None:
-        """Note the states that an iteration computes, if it leaves `known` tokens of a request known."""
+        """Note the states that an iteration computes, if a request has `known` known tokens after it."""
         if not (self._states and self.caching):
             return
         size = self.block_size
@@ -321,7 +319,7 @@ class GroupPool(BlockPool):
                 self._fresh.add(self._key(group, holding.path, (place + 1) * size))
 
     def _share(self, block: GroupBlock, more: int) -> None:
-        """Note a further holder of a block, or one less. The first group counts, in blocks of the alignment."""
+        """Note a further holder of a block, or one fewer. Only the first group counts, in blocks of the alignment."""
         size = self._layouts[0].block_size
         if block.group == 0 and (block.place + 1) * size % self.block_size == 0:
             self.shared += more
@@ -348,7 +346,7 @@ def _kinds(layouts: tuple[Layout, ...]) -> list[list[int]]:
 
 
 def _alone(table: BlockTable, first: int, end: int) -> int:
-    """Blocks from one place to another that will be free once their request lets go of them, whatever others do."""
+    """Blocks from one place to another that become free once their request releases them, whatever others do."""
     if end <= first:
         return 0
     later = end - max(first, table.end)  # taken until then

@@ -1,8 +1,6 @@
-"""Iterations of generating requests that take blocks of KV cache groups, or let go of some.
-
-Invariant: in all others, and for all other requests, tables stay as they are. So iterations between two events are like
-each other, and only the events have to be carried out.
-"""
+"""Iterations of generating requests that take blocks of KV cache groups, or release some. ¶ Invariant: in all others,
+and for all other requests, tables do not change. So iterations between two events are alike, and only the events have
+to be carried out."""
 
 from __future__ import annotations
 
@@ -54,8 +52,8 @@ class GroupSteps:
     def rises(
         self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, steps: int
     ) -> list[tuple[int, int]] | None:
-        """(iteration, how many more blocks may be free with it), in order, after the first of the next `steps`. None: a
-        request may let go of more than a cycle's blocks."""
+        """(iteration, number of further blocks that may be free with it), in order, after the first of the next
+        `steps`. None: a request may release more than a cycle's blocks."""
         rises: dict[int, int] = {}
         for request in running:
             if request.flight < 0:
@@ -69,8 +67,8 @@ class GroupSteps:
         return sorted(rises.items())
 
     def _sudden(self, computed: int, request: Request, under_way: UnderWay | None) -> int:
-        """Number of a request's next iterations that may let go of blocks out of turn. Those that are processed have
-        grown by more than a token then: after its prompt, or after a rest."""
+        """Number of a request's next iterations that may release blocks out of the cycle: its processed tokens have
+        grown by more than one, after its prompt or after a pause."""
         generated = computed - request.target
         if not self._ahead:
             return int(generated == 0)

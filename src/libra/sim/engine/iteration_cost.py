@@ -1,7 +1,7 @@
 """Duration of one iteration of an engine.
 
-Invariant: whole ticks, and for decoding alone exactly linear in the context between two knots, so that the sum over
-many iterations is known without visiting each.
+Invariant: whole ticks, and for decoding alone exactly linear in the context between two knots, so the sum over many
+iterations is known without visiting each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ UNLIMITED = 1 << 62
 
 
 class DecodeBatch(NamedTuple):
-    """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, and the drafts that are
-    verified with it. The last two fields are set only for costs that need them (`IterationCost.uneven`)."""
+    """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, and the drafts verified with
+    it. The last two fields are set only for costs that need them (`IterationCost.uneven`)."""
 
     requests: int
     tokens_each: int = 1
@@ -51,10 +51,8 @@ class IterationCost(Protocol):
         ...
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        """(base, slope, limit): an iteration that only decodes takes `base + slope * context` ticks, > 0.
-
-        This holds from the given context up to `limit` (exclusive). The batch has 1 request or more.
-        """
+        """(base, slope, limit): an iteration that only decodes takes `base + slope * context` ticks, > 0, from the
+        given context up to `limit` (exclusive). The batch has 1 request or more."""
         ...
 
     def mixed(
@@ -66,8 +64,8 @@ class IterationCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AffineCost(Value):
-    """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be so. A draft costs
-    as much as a prompt token."""
+    """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be affine. A draft
+    costs as much as a prompt token."""
 
     step: int
     per_sequence: int = 0  # of those that decode
@@ -100,8 +98,8 @@ class AffineCost(Value):
 
 
 def measured_cost(cost: EngineCost) -> AffineCost:
-    """Cost of an engine as a run measures it. Every prefill chunk pays `per_turn`: an engine of this kind takes a
-    prompt in one chunk."""
+    """Cost of an engine measured by a run. Every prefill chunk pays `per_turn`: such an engine takes a prompt in one
+    chunk."""
     return AffineCost(
         step=max(1, ticks(cost.step)),
         per_sequence=ticks(cost.per_sequence),

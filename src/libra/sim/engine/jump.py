@@ -1,8 +1,6 @@
-"""Consecutive iterations that only generate: planned together, cut short, and brought up to date without a visit.
-
-Invariant: the end of the k-th iteration is one formula in whole numbers, wherever it is evaluated. So a stretch that is
-cut short ends exactly where an iteration would have, and a query in between gets the same answer as if each iteration
-had been visited.
+"""Consecutive iterations that only generate: planned together, cut short, and updated without a visit. ¶ Invariant: the
+end of the k-th iteration is one formula in whole numbers, wherever it is evaluated. So a stretch that is cut short ends
+exactly at the end of an iteration, and a query in between gets the same answer as if each iteration had been visited.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ LISTED = 256  # iterations whose ticks are listed at once
 
 def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> None:
     """Plan iterations until one of the requests is done or blocks run out. `taken`: the blocks of the first one are
-    held already. If an iteration is under way, it ends first, and the last planned one only begins at the end."""
+    held already. An iteration in flight ends first; then the last planned one only begins at the end."""
     generation, under_way = state.flight.generation, state.under_way
     steps = 1 if most == 1 else min(generation.steps_to_end(), most)
     if state.config.speculative is not None:
@@ -70,7 +68,7 @@ def cut_to(state: EngineState, steps: int) -> bool:
 
 
 def count_stretch(state: EngineState) -> list[Request]:
-    """Count the planned iterations as ended. Returns the requests whose last one was among them."""
+    """Count the planned iterations as ended. Returns the requests that finished in them."""
     generation, pool, steps, end = state.flight.generation, state.pool, state.steps, state.end
     before = pool.blocks - pool.blank - pool.findable
     if state.trace is not None:
@@ -96,7 +94,7 @@ def count_stretch(state: EngineState) -> list[Request]:
 
 
 def catch_up(state: EngineState, now: int) -> None:
-    """Count the planned iterations that ended before `now`, but not the last one. The rest stays planned as it is."""
+    """Count the planned iterations that ended before `now`, except the last one. The rest stays planned."""
     if state.clock is not None:
         state.clock.bring(state)
     steps, pieces = state.steps, state.pieces
@@ -129,10 +127,8 @@ def coming_blocks(state: EngineState) -> int:
 
 
 def settle(state: EngineState, now: int) -> int:
-    """Bring counts and blocks to where they are if every iteration is visited. The plan stays as it is.
-
-    Returns 1 if an iteration ends now: it is not counted yet, because the plan may still be cut there. Else 0.
-    """
+    """Bring counts and blocks to their state after visiting every iteration. The plan does not change. Returns 1 if an
+    iteration ends now: it is not counted yet, because the plan may still be cut there. Else 0."""
     if not state.busy or not state.steps:
         return 0
     if state.steps > 1:
@@ -145,7 +141,7 @@ def settle(state: EngineState, now: int) -> int:
 
 
 def ended_by(state: EngineState, now: int) -> int:
-    """Planned iterations that have ended by now, and are not counted yet."""
+    """Planned iterations that have ended, and are not counted yet."""
     if not state.busy or not state.steps:
         return 0
     if state.clock is not None:
@@ -179,7 +175,7 @@ def _generating(state: EngineState) -> list[Request]:
 
 
 def _full_in(state: EngineState, tiers: Tiers, request: Request, after: int = 0) -> int:
-    """The first iteration after the next `after` ones with which a chunk of a request is full and known to be."""
+    """The first iteration after the next `after` ones with which a chunk of a request is full and known."""
     tokens = tiers.full_at(request) - request.prompt_tokens
     if tokens <= 0:  # a chunk of the prompt that found no room
         return after + 1
@@ -286,7 +282,7 @@ def end_of(pieces: list[Piece], steps: int) -> int:
 
 
 def after(pieces: list[Piece], steps: int) -> list[Piece]:
-    """The pieces that are left when the first `steps` iterations have ended."""
+    """The remaining pieces after the first `steps` iterations."""
     left = [(before - steps, start, first, growth) for before, start, first, growth in pieces if before > steps]
     before, start, first, growth = next(piece for piece in reversed(pieces) if piece[0] <= steps)
     ended = steps - before

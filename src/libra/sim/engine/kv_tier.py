@@ -1,4 +1,4 @@
-"""Memory to which KV is offloaded from the GPU: host, disk, a store that engines share."""
+"""Memory to which KV is offloaded from the GPU: host, disk, or a store shared by engines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from libra.sim.engine.value import Value
 
 @dataclass(frozen=True, slots=True)
 class KVTier(Value):
-    """One tier of an engine; with `shared`, of all engines that use its name: those of a node share its link then.
-
-    An engine reads and writes its first tier; chunks stored there are copied to the others.
-    """
+    """One tier of an engine; with `shared`, of all engines that use its name: those of a node then share its link. An
+    engine reads and writes its first tier; chunks stored there are copied to the others."""
 
     name: str
     chunks: int  # capacity
@@ -43,7 +41,7 @@ class KVTier(Value):
 
 
 class Channel:
-    """One direction of a tier's link: transfers follow each other, as they do in vLLM's worker."""
+    """One direction of a tier's link: transfers run one after another, as in vLLM's worker."""
 
     __slots__ = ("_bandwidth", "_free", "_latency")
 
@@ -52,6 +50,6 @@ class Channel:
         self._free = 0  # tick
 
     def send(self, size: float, now: int) -> int:
-        """Send `size` bytes now, or once the link is free. Returns the tick at which they are there."""
+        """Send `size` bytes now, or once the link is free. Returns the tick of their arrival."""
         self._free = max(self._free, now) + max(1, ticks(size / self._bandwidth))
         return self._free + self._latency

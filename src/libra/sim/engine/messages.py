@@ -31,7 +31,7 @@ class PullEnd:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """No engine will pull the KV of this request any more."""
+    """Note that no engine will pull the KV of this request any more."""
 
     request: Request
 
@@ -41,7 +41,7 @@ Notice = PullEnd | Sent
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """An engine stops between two iterations, for new weights."""
+    """A pause of an engine between two iterations, for new weights."""
 
     ticks: int
     refresh: bool  # contexts are then computed again, with the new weights

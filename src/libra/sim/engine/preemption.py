@@ -1,9 +1,6 @@
-"""Requests that stop running before they finish: preempted to make room, or because they leave.
-
-Invariant: a request that stops keeps the tokens it generated and loses its blocks; full blocks of known tokens stay
-findable. When blocks run out, the last admitted request (or the one of lowest priority) is preempted, and computes its
-context again later.
-"""
+"""Requests that stop running before they finish: preempted to make room, or leaving. ¶ Invariant: a stopped request
+keeps its generated tokens and loses its blocks; full blocks of known tokens stay findable. When blocks run out, the
+last admitted request (or the one of lowest priority) is preempted, and computes its context again later."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], di
 
 
 def _victim(state: EngineState) -> Request:
-    """The request to preempt, from the same batch: vLLM would also preempt one whose batch is under way."""
+    """The request to preempt, from the same batch; vLLM would also preempt one whose batch is in flight."""
     members = state.members()
     if state.config.policy == "fcfs":
         return members[-1]
@@ -68,7 +65,7 @@ def _victim(state: EngineState) -> Request:
 
 
 def _preempt(state: EngineState, request: Request, row: int) -> None:
-    """Send a request back to the queue. `row` tokens of it are in this iteration already."""
+    """Return a request to the queue. `row` tokens of it are in this iteration already."""
     state.preemptions += 1
     request.preemptions += 1
     admission, under_way = request.admission, state.under_way
@@ -83,8 +80,8 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
 
 
 def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = False) -> int:
-    """Stop running a request that is not finished; `ends`: for good. Returns its tokens that are under way, with
-    asynchronous scheduling."""
+    """Stop running an unfinished request; `ends`: for good. Returns its tokens in flight, with asynchronous
+    scheduling."""
     more, under_way, partial = 0, state.under_way, request in state.partials
     request.reserves, in_iteration = False, state.is_under_way(request)
     if partial:
@@ -122,14 +119,14 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
 
 
 def stop_generating(state: EngineState, request: Request, row: int = 0) -> tuple[int, int]:
-    """Take a request out of the generating ones, as `Generation.remove`."""
+    """Take a request out of the generating ones, like `Generation.remove`."""
     if request.chain is not None and state.pool.caching:
         del state.writers[request.chain]
     return state.flight.generation.remove(request, row)
 
 
 def refresh(state: EngineState) -> None:
-    """All running requests go back to the queue, in their order, and every computed token is forgotten."""
+    """Return all running requests to the queue, in their order, and forget every computed token."""
     for request in reversed(list(state.running)):
         _let_go(state, request)
         request.status = "waiting"
@@ -146,7 +143,7 @@ def mark(state: EngineState, request: Request, status: Status) -> None:
 
 
 def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
-    """Let marked requests leave, at a boundary. Some may have finished with the iteration that was under way."""
+    """Let marked requests leave, at a boundary. Some may have finished with the last iteration."""
     for request in requests:
         status = state.leaving.pop(request)
         if request.status == "running":

@@ -1,6 +1,6 @@
 """Requests that wait: first come, first served, or by priority.
 
-Invariant: the head of the queue is the request that is admitted next; nothing overtakes it.
+Invariant: the head of the queue is admitted next; nothing overtakes it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class FcfsQueue(deque[Request]):
         return self[0]
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Put back heads that were taken out, in their order."""
+        """Return heads that were taken out, in their order."""
         self.extendleft(reversed(requests))
 
     def push(self, request: Request) -> bool:
-        """Add a request; True: it is the head now."""
+        """Add a request; True: it is now the head."""
         self.append(request)
         return len(self) == 1
 
 
 class PriorityQueue:
-    """By priority, the lowest number first; then by arrival, then by number. Preempted requests are like all others."""
+    """By priority, the lowest number first; then by arrival, then by number. Preempted requests are treated like all
+    others."""
 
     __slots__ = ("_entries",)
 
@@ -53,12 +54,12 @@ class PriorityQueue:
         return self._entries[0][3]
 
     def push(self, request: Request) -> bool:
-        """Add a request; True: it is the head now."""
+        """Add a request; True: it is now the head."""
         heappush(self._entries, (request.priority, request.arrival, request.number, request))
         return self._entries[0][3] is request
 
     def requeue(self, request: Request) -> None:
-        """Put a preempted request back."""
+        """Return a preempted request."""
         self.push(request)
 
     def put_back(self, requests: Sequence[Request]) -> None:

@@ -1,8 +1,6 @@
-"""A data-parallel rank: an engine that schedules on its own, and whose iterations begin and end with its group's.
-
-Invariant: it schedules as an independent engine does, with dummy batches while it has nothing to compute. With
-asynchronous scheduling a dummy batch is an iteration under way like any other, without results.
-"""
+"""A data-parallel rank: an engine that schedules by itself, and whose iterations begin and end with its group's. ¶
+Invariant: it schedules like an independent engine, with dummy batches while it has nothing to compute. With
+asynchronous scheduling a dummy batch is an iteration in flight like any other, without results."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from libra.sim.engine.request import Request
 
 @dataclass(slots=True, eq=False, repr=False)
 class Rank(SimEngine):
-    """An engine of a group. It is driven as any other, but `plan` returns no end: that is the group's."""
+    """An engine of a group. It is driven like any other, but `plan` returns no end: the group determines it."""
 
     place: int = field(default=0, init=False)
     begin: int = field(default=0, init=False)  # iteration of the group at whose beginning it planned
@@ -37,7 +35,7 @@ class Rank(SimEngine):
 
     @property
     def draining(self) -> bool:
-        """Whether it decides nothing more, and only ends the iteration under way."""
+        """Whether it schedules nothing more, and only ends the iteration in flight."""
         return self.busy and self.under_way is not None and bool(self._due or self.closing)
 
     def submit(self, request: Request, now: int) -> bool:
@@ -54,7 +52,7 @@ class Rank(SimEngine):
         return SimEngine.interrupt(self, request, now)
 
     def plan(self, now: int) -> None:
-        """Decide what to do from this boundary on; the group determines until when."""
+        """Decide what to do from this boundary on; the group determines the end."""
         self.group.planning = True
         self.noted.work = NOTHING
         if self.config.async_scheduling:
@@ -79,7 +77,7 @@ class Rank(SimEngine):
         self.work = self.work._replace(contexts=contexts, missing=missing)
 
     def _plan_ahead(self, now: int) -> None:
-        """Plan with asynchronous scheduling. If the rank was idle, a dummy batch is under way; if the group was at
+        """Plan with asynchronous scheduling. If the rank was idle, a dummy batch is in flight; if the group was at
         rest, one that takes no time."""
         group, preempted = self.group, self.preemptions
         lasts = group.lasts()

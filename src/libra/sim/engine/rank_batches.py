@@ -1,8 +1,5 @@
-"""The batch of each rank of a group in the iterations that follow, and the duration of these.
-
-Invariant: whole ticks, as in `GroupCost`. A rank's line is computed anew only if the rank has planned, or its context
-has left the range for which the line holds.
-"""
+"""The batch of each rank of a group in the following iterations, and their duration. ¶ Invariant: whole ticks, as in
+`GroupCost`. A rank's line is recomputed only if the rank has planned, or its context has left the range of the line."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class RankWork(NamedTuple):
 
     @property
     def uniform(self) -> bool:
-        """Whether all requests have `tokens_each` tokens, as if all decoded."""
+        """Whether all requests have `tokens_each` tokens, as in a decode batch."""
         return not self.missing and all(new == self.batch.tokens_each for new, _ in self.chunks)
 
 
@@ -52,7 +49,7 @@ NOTHING = RankWork(DecodeBatch(0))
 
 @dataclass(slots=True, eq=False)
 class NotedCost:
-    """Takes the place of an engine's cost, and only notes an iteration's batch: its price depends on all ranks."""
+    """Replaces an engine's cost, and only notes an iteration's batch: its price depends on all ranks."""
 
     uneven: bool
     work: RankWork = NOTHING
@@ -69,7 +66,7 @@ class NotedCost:
 
 
 class Stretch(NamedTuple):
-    """`steps` iterations, the pieces of their ticks, and the bottleneck of each piece, where the cost names it."""
+    """`steps` iterations, the pieces of their ticks, and the bottleneck of each piece, if the cost names it."""
 
     steps: int
     pieces: list[Piece]
@@ -123,7 +120,7 @@ class RankBatches:
             self._divides[place] = rule.wanted(work.tokens, uniform=work.uniform)
 
     def goes_on(self, place: int, work: RankWork) -> bool:
-        """Whether `work` is what a rank computes anyway, in the iteration after the next one."""
+        """Whether a rank computes `work` anyway, in the iteration after the next one."""
         before = self._works[place]
         if self._drafts or before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
             return False
@@ -166,7 +163,7 @@ class RankBatches:
         return Stretch(steps, pieces, bounds, at)
 
     def _price_each(self, lines: _Lines, start: int, steps: int) -> Stretch:
-        """With drafts contexts do not grow evenly: a piece for each iteration."""
+        """Price each iteration by itself: with drafts contexts do not grow evenly."""
         steps = min(steps, LISTED)
         own = np.zeros(steps, np.int64)
         for place, work in enumerate(self._works):
@@ -200,7 +197,7 @@ class _Lines:
         self._of: list[tuple[int, Ints]] = [(-1, np.zeros(1, np.int64))] * count
 
     def of(self, place: int, work: RankWork, version: int) -> Ints:
-        """Ticks of each of the iterations that a rank plans; a single entry holds for all."""
+        """Ticks of each planned iteration of a rank; a single entry holds for all."""
         known, ticks = self._of[place]
         if known != version:
             batch, contexts = work.batch, work.contexts
@@ -217,7 +214,7 @@ class _Lines:
     def at(
         self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[RankWork], without: Sequence[int]
     ) -> tuple[Ints, Ints, int]:
-        """(ticks, growth) of each rank but those in `without`, and the number of iterations for which they hold."""
+        """(ticks, growth) of each rank except those in `without`, and the number of iterations for which they hold."""
         # A stretch that was cut goes back to where a line did not hold yet.
         stale = (self._versions != versions) | (contexts < self._starts) | (contexts >= self._limits)
         if without:

@@ -1,9 +1,7 @@
-"""One call to an engine, a prompt and tokens generated after it; and the chains that say which contexts share tokens.
-
-Invariant: the fields that describe the work never change; those that tell what happened are written once, except the
-counts of repeated events. Only `ask_at`, which is no part of the work, comes and goes. Two contexts have the same
-tokens as far as they follow the same chains, and no further.
-"""
+"""One call to an engine, a prompt and tokens generated after it; and the chains by which contexts share tokens. ¶
+Invariant: the fields that describe the work never change; those of the outcome are written once, except the counts of
+repeated events. Only `ask_at`, which is no part of the work, is set and cleared. Two contexts have the same tokens as
+far as they follow the same chains, and no further."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """A sequence of tokens of any length, which may begin as another one does.
+    """A sequence of tokens of any length, which may share the beginning of another one.
 
     The first `fork` tokens are those of `parent`; the others are the chain's own. A prompt that sixteen trajectories
     share is one chain, and each of them forks from it at the prompt's end. One request at a time generates on a chain.
@@ -45,9 +43,9 @@ class Request:
     """A request and its outcome. Times are ticks, lengths are tokens.
 
     `output_tokens` is the number of tokens it will generate (known to the simulator, not to a policy). A request
-    without a chain shares its tokens with no other. `stop` is what ends it: a length, which a scheduler knows
+    without a chain shares its tokens with no other. `stop` is the cause of its end: a length, which a scheduler knows
     beforehand, or a token, which it has to see. `ask_at` is a count of generated tokens, 1 or more, at which the engine
-    stops, so that its caller can decide about the request; while an engine has the request, `SimEngine.ask` sets it.
+    stops for a decision of its caller; while an engine has the request, `SimEngine.ask` sets it.
     """
 
     number: int  # ties between equal arrivals go to the lower one

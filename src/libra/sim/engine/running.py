@@ -1,7 +1,7 @@
 """One iteration: the tokens that each running request computes in it, and its results at its end.
 
 Invariant: running requests come first, in the order of their admission, with a token each or the next chunk of a
-prompt. Waiting ones are admitted only if none was preempted for these.
+prompt. Waiting ones are admitted only if no request was preempted.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
 
 
 class _Room(NamedTuple):
-    """Requests that gave way so that the others of a batch have blocks and budget."""
+    """Requests that were preempted so that the others of a batch have blocks and budget."""
 
     preempted: Sequence[Request] = ()
     skipped: Collection[Request] = ()  # in this iteration
@@ -89,8 +89,8 @@ _ENOUGH = _Room()
 def _batch(
     state: EngineState, demand: int, partials: tuple[Request, ...], fits: bool, left: int, slots: int
 ) -> tuple[DecodeBatch, int, Mapping[Request, int], int, _Room]:
-    """The requests that generate, their contexts, the next tokens of prompts that are computed in part, what is left of
-    the budget, and which requests gave way."""
+    """The requests that generate, their contexts, the next chunks of partly computed prompts, the remaining budget, and
+    the preempted requests."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     pool.new_step_starts()
     parts: Mapping[Request, int] = {}
@@ -120,8 +120,8 @@ def _batch(
 
 
 def _conclude(state: EngineState, tiers: Tiers, now: int, most: int, plain: bool, room: _Room, chunks: bool) -> int:
-    """Let the tiers have the KV of the iteration. Returns how many iterations of its kind may follow at once: `most`,
-    or none where the tiers have to be looked at again."""
+    """Offer the KV of the iteration to the tiers. Returns the number of iterations of its kind that may follow at once:
+    `most`, or none if the tiers have to be checked again."""
     if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):
         most = 0
     known = [] if plain and most and not tiers.prompt_only else _known(state, room.skipped, chunks)
@@ -155,8 +155,8 @@ def _trace(
 
 
 def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
-    """(request, tokens that have KV and are known) of the requests in an iteration. Generating requests store no KV
-    unless a tier keeps generated tokens, or earlier chunks found no room."""
+    """(request, known tokens with KV) of the requests in an iteration. Generating requests store no KV unless a tier
+    keeps generated tokens, or earlier chunks did not fit."""
     tiers, flight = state.tiers, state.flight
     assert tiers is not None
     if not chunks and not tiers.failed and tiers.prompt_only:
@@ -172,7 +172,7 @@ def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> li
 
 def _patience(state: EngineState, most: int) -> int:
     """Iterations, at most `most`, before one with which the head of the queue may fit although no request ends. With
-    drafts rows become shorter towards `max_model_len`; windows let go of blocks."""
+    drafts rows become shorter towards `max_model_len`; windows release blocks."""
     generation = state.flight.generation
     if most == 1 or not state.wanted:
         return 1
@@ -186,8 +186,8 @@ def _admits(state: EngineState) -> bool:
 
 
 def fill(state: EngineState, now: int) -> int:
-    """Give a batch to every pipeline stage that has none, as vLLM's batch queue does. Returns the number of batches
-    under way; the first of them ends at `state.end`."""
+    """Give a batch to every free pipeline stage, like vLLM's batch queue. Returns the number of batches in flight; the
+    first of them ends at `state.end`."""
     flights = state.flights
     for flight in flights.free:
         state.flight = flight
@@ -242,7 +242,7 @@ def complete(state: EngineState) -> list[Request]:
 
 
 def _complete_in_order(state: EngineState, done: list[Request]) -> list[Request]:
-    """As `complete`, in the order of admission, where a prompt that waited for budget comes before requests that
+    """Like `complete`, in the order of admission, where a prompt that waited for budget comes before requests that
     generate."""
     finishing, state.flight.finishing = state.flight.finishing, []
     both = sorted([*done, *finishing], key=lambda it: it.admission)
@@ -277,7 +277,7 @@ def _ends_with_prompt(state: EngineState, request: Request) -> bool:
 
 
 def count_iteration(state: EngineState) -> None:
-    """Count the iteration that ends as visited."""
+    """Count the ending iteration as visited."""
     now, pool = state.end, state.pool
     state.held_ticks += 2 * (pool.blocks - pool.blank - pool.findable) * (now - state.seen)
     state.seen = now
@@ -286,20 +286,20 @@ def count_iteration(state: EngineState) -> None:
 
 
 def tell_first_token(request: Request, now: int) -> None:
-    """Note the first token of a request. Its prompt is complete, too, unless another engine computed it before."""
+    """Note the first token of a request. Its prompt is then complete, too, unless another engine computed it before."""
     request.first_token = now
     if request.prefill_end is None:
         request.prefill_end = now
 
 
 def tell_asked(state: EngineState, request: Request, generated: int) -> None:
-    """Note that a request has generated its `ask_at` tokens, and with drafts maybe some more."""
+    """Note that a request has generated its `ask_at` tokens, and with drafts possibly more."""
     request.generated, request.ask_at = generated, None
     state.asked.append(request)
 
 
 def start_generating(state: EngineState, request: Request) -> None:
-    """Let a request whose prompt is computed generate. Raises ValueError if another one generates on its chain."""
+    """Let a request with a computed prompt generate. Raises ValueError if another one generates on its chain."""
     state.flight.generation.add(request, state.slots(request))
     request.reserves = False
     chain = request.chain
@@ -313,7 +313,7 @@ def start_generating(state: EngineState, request: Request) -> None:
 
 def finish(state: EngineState, request: Request, tokens: int, known: int, now: int, row: bool = False) -> None:
     """End a request that has generated all its tokens. It holds blocks for `tokens` tokens, of which `known` are final.
-    `row`: it is in the iteration under way, in vain."""
+    `row`: it is in the iteration in flight, to no use."""
     request.generated = request.output_tokens
     request.status = "finished"
     request.finish = now

@@ -1,8 +1,6 @@
-"""Speculative decoding, in the terms of vLLM's `speculative_config`: the drafts, and how many of them are accepted.
-
-Invariant: the drafts that a verification accepts depend only on the seed, the request and the number of its earlier
-verifications: no schedule changes them.
-"""
+"""Speculative decoding, in the terms of vLLM's `speculative_config`: the drafts, and the number of accepted ones. ¶
+Invariant: the number of drafts that a verification accepts depends only on the seed, the request and the number of its
+earlier verifications, not on the schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class Speculative(Value):
     """`num_speculative_tokens` drafts are proposed for every running request, and verified with its next token.
 
     The number of accepted ones is drawn: `synthetic_acceptance_rates` are the chances that the first, the first two, ..
-    all are. Or `accepted` lists it, verification after verification and then from the beginning again.
+    all are accepted. Or `accepted` lists the numbers, verification by verification, repeated from the beginning.
     """
 
     method: str
@@ -64,8 +62,8 @@ class Speculative(Value):
 
     @classmethod
     def of_length(cls, method: str, drafts: int, length: float, seed: int = 0) -> Speculative:
-        """Drafts with a mean of `length` tokens per verification, the token after the drafts included. Like vLLM, with
-        the least variance."""
+        """Drafts with a mean of `length` tokens per verification, including the token after the drafts. Least variance,
+        like vLLM."""
         if not 1 <= length <= drafts + 1:
             raise ValueError(f"synthetic_acceptance_length is {length}; it is from 1 to {drafts + 1}")
         whole = int(length - 1)
@@ -79,7 +77,7 @@ class Speculative(Value):
 
     @property
     def lookahead(self) -> int:
-        """Tokens that the drafter writes beyond those that are verified: they have a place in the KV cache, too."""
+        """Tokens that the drafter writes beyond the verified ones: they have a place in the KV cache, too."""
         return 0 if self.method == "ngram" else self.num_speculative_tokens
 
     @property
@@ -90,12 +88,13 @@ class Speculative(Value):
 
     @property
     def recomputes_block(self) -> bool:
-        """Whether the last block that the prefix cache has is computed again, for the drafter."""
+        """Whether the last block of a prefix cache hit is computed again, for the drafter."""
         return self.method in _STATE_READERS
 
     @property
     def input_slots(self) -> int:
-        """Tokens of the budget that a request takes besides its own: the input of a draft model is not shifted."""
+        """Tokens of the budget that a request takes in addition to its own: the input of a draft model is not
+        shifted."""
         return int(self.method == "draft_model")
 
     @property

@@ -1,6 +1,6 @@
 """State that the phases of an iteration share: the queues, the blocks, and the batches of one engine.
 
-Invariant: a request is either in `waiting`, or in `running` with the blocks of its computed tokens held.
+Invariant: a request is either in `waiting`, or in `running` with the blocks of its computed tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _batches(tokens_each: int) -> list[DecodeBatch]:
 
 
 class Clock(Protocol):
-    """Determines how long an engine's iterations take, if it runs with others. `pieces` are only right after `bring`,
-    and only for the iterations that the clock has under way."""
+    """Determines the duration of an engine's iterations, if it runs with others. `pieces` are valid only after `bring`,
+    and only for the clock's current iterations."""
 
     index: int  # orders its events
     busy: bool  # until `end`
@@ -46,7 +46,7 @@ class Clock(Protocol):
         ...
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """Note that `steps` more of the engine's iterations, which have ended, are counted."""
+        """Note that `steps` more ended iterations of the engine are counted."""
         ...
 
     def cut(self, state: EngineState, now: int) -> bool:
@@ -62,7 +62,7 @@ class Clock(Protocol):
 class EngineState:
     """State of an engine and its elementary changes; the rules are in `running`, `admission`, `preemption` and `jump`.
 
-    `exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is more precise then.
+    `exact` visits every iteration: the same outcome of every request, slower, with more precise `held_ticks`.
     """
 
     config: EngineConfig
@@ -140,7 +140,7 @@ class EngineState:
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def carry(self, tokens: int) -> None:
-        """Add `tokens`, which may be negative, to the prompt tokens of the requests accepted and not finished."""
+        """Add `tokens`, which may be negative, to the prompt tokens of accepted, unfinished requests."""
         self.load_tokens += tokens
         if self.load_changed is not None:
             self.load_changed()
@@ -165,8 +165,8 @@ class EngineState:
         return (DrawnAhead if self.config.async_scheduling else Drawn)(self.config, speculative)
 
     def batch(self, requests: int, absent: Collection[Request] = (), context: int | None = None) -> DecodeBatch:
-        """The decoding batch of the next iteration if `requests` requests of `flight` are in it: all but the `absent`
-        ones. If there are any of these, `context` has the tokens of its contexts."""
+        """The decoding batch of the next iteration with `requests` requests of `flight`: all but the `absent` ones. If
+        some are absent, `context` is the sum of the contexts in the batch."""
         if not self.uneven:
             return self.batches[requests] if requests < _KEPT else DecodeBatch(requests, self.config.tokens_each)
         generation = self.flight.generation
@@ -187,22 +187,22 @@ class EngineState:
 
     @property
     def ending(self) -> Collection[Request]:
-        """Running requests whose last token is under way."""
+        """Running requests whose last token is in flight."""
         return self.under_way.ending if self.under_way is not None else ()
 
     def lag(self, request: Request) -> int:
-        """Iterations under way, 0 or 1, that have a request which generates or whose last token is under way."""
+        """Iterations in flight, 0 or 1, with a request that generates or whose last token is in flight."""
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
 
     def known(self, request: Request, step: int = 1) -> int:
-        """Tokens of a generating request that are known when the `step`-th of the next iterations is decided."""
+        """Known tokens of a generating request when the `step`-th of the next iterations is scheduled."""
         generation = self.flights.all[request.flight].generation
         before = self.lag(request) if step == 1 else int(self.under_way is not None)
         return request.prompt_tokens + generation.generated(request, step - 1 - before)
 
     def is_under_way(self, request: Request) -> bool:
-        """Whether a running request is in the iteration under way."""
+        """Whether a running request is in the iteration in flight."""
         under_way = self.under_way
         if self.overlapping:
             return any(it.chunk is request or it.index == request.flight for it in self.flights.under_way)
@@ -220,7 +220,7 @@ class EngineState:
     # Contexts of running requests
 
     def start_running(self, request: Request, tokens: int) -> None:
-        """Admit a request. The KV of the first `tokens` tokens of its context is here."""
+        """Admit a request. The KV of the first `tokens` tokens of its context is present."""
         self.admissions += 1
         request.admission = self.admissions
         request.status = "running"
@@ -230,8 +230,8 @@ class EngineState:
         self.running[request] = None
 
     def slots(self, request: Request, chunk: int = 0) -> int:
-        """Least tokens for which a running request that does not generate yet holds blocks, if those for the next
-        `chunk` tokens are taken."""
+        """Least tokens for which a running request that does not generate yet holds blocks, including those for the
+        next `chunk` tokens."""
         config, computed = self.config, request.computed + chunk
         if config.speculative is None:
             return computed
@@ -259,8 +259,8 @@ class EngineState:
             self.pool.write(request, full, again=drafts is not None and drafts.recomputes_block)
 
     def write_all(self, path: Path, more: int = 0) -> None:
-        """Let other requests find the tokens that are generated on the chains of a context, with `more` iterations
-        after those counted."""
+        """Let other requests find the generated tokens on the chains of a context, with `more` iterations after the
+        counted ones."""
         for owner, _, _ in path:
             writer = self.writers.get(owner)
             if writer is not None:
@@ -272,8 +272,8 @@ class EngineState:
         return any(owner in self.writers for owner, _, _ in request.path)
 
     def release(self, request: Request, tokens: int, known: int, row: bool = False) -> None:
-        """Stop running a request, and release the blocks of `tokens` tokens, of which `known` are final. `row` says
-        whether it is in the iteration under way."""
+        """Stop running a request, and release the blocks of `tokens` tokens, of which `known` are final. `row`: it is
+        in the iteration in flight."""
         del self.running[request]
         request.admission = request.flight = -1
         if self.config.num_reserved_decode_tokens:  # fewer blocks are reserved

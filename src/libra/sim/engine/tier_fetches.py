@@ -1,7 +1,8 @@
 """Fetches of waiting requests from other tiers into the first one, and the check that they end.
 
 Invariant: a run that could proceed by itself is never refused. It is refused only if nothing is computed, a request
-fetches again what another one evicted, and all is as it was before. vLLM's scheduler repeats that for ever.
+fetches a chunk again that another one evicted, and the state is the same as before. vLLM's scheduler repeats that for
+ever.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from libra.sim.engine.tier_transfers import TierTransfers
 
 
 class TierTooSmallError(ValueError):
-    """Requests push each other's chunks out of the first tier, for ever."""
+    """Requests evict each other's chunks from the first tier for ever."""
 
 
 class TierFetches:
@@ -37,12 +38,12 @@ class TierFetches:
         self._fetched.add((request, key))
 
     def forget(self) -> None:
-        """Forget all fetches: an iteration is computed."""
+        """Forget all fetches, since an iteration is computed."""
         if self._fetched:
             self._fetched, self._again, self._states = set(), False, set()
 
     def repeat(self, waiting: Mapping[Request, Access], now: int) -> bool:
-        """Whether the state is one it was in before. Nothing is computed, and the `waiting` requests wait."""
+        """Whether the state repeats an earlier one. Nothing is computed, and the `waiting` requests wait."""
         if not self._again:
             return False
         self._again = False

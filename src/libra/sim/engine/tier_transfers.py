@@ -1,8 +1,8 @@
 """KV transfers between an engine's GPU and its tiers, and between tiers, and their ends.
 
-Invariant: ends are handled in their order, over all engines that share a tier, whichever engine looks first. So nothing
-depends on how often an engine looks. With several tiers the rules are those of vLLM's `TieringOffloadingManager`: all
-chunks go through the first one.
+Invariant: ends are handled in their order, over all engines that share a tier, whichever engine checks first. So
+nothing depends on how often an engine checks. With several tiers the rules are those of vLLM's
+`TieringOffloadingManager`: all chunks go through the first one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.sim.engine.request import Request
 
 
 class Shelf:
-    """A tier as one engine sees it: its contents, and the links to it and from it."""
+    """One engine's view of a tier: its contents, and the links to and from it."""
 
     __slots__ = ("cache", "into", "loaded", "loads", "out", "stored", "tier")
 
@@ -35,7 +35,7 @@ class Shelf:
         return self.tier.blocks_per_chunk * self.tier.block_bytes
 
     def store(self, size: float, now: int) -> int:
-        """Send `size` bytes to the tier. Returns the tick at which they are there."""
+        """Send `size` bytes to the tier. Returns the tick of their arrival."""
         self.stored += size
         return self.into.send(size, now)
 
@@ -59,7 +59,7 @@ class Offload:
 
 @dataclass(slots=True, eq=False)
 class TierTransfer:
-    """A transfer under way other than a store."""
+    """A transfer in flight other than a store."""
 
     keys: list[Key]
     shelf: Shelf  # its source, or of a copy its destination
@@ -98,8 +98,8 @@ class TierTransfers:
         self._begin(shelf.load(len(keys) * shelf.chunk_bytes, now), TierTransfer(keys, shelf, "promotion"))
 
     def disturb(self, now: int) -> None:
-        """Let the other engines that share a tier decide again: their lookups may find something else from now on. At
-        one tick engines decide in their order."""
+        """Let the other engines that share a tier decide again, since their lookups may now find other chunks. At one
+        tick engines decide in their order."""
         place = self.sharing.index(self)
         for number, it in enumerate(self.sharing):
             if number != place and it.look_at is not None:
@@ -112,7 +112,7 @@ class TierTransfers:
     # Ends
 
     def arrived(self, now: int) -> list[Request]:
-        """The requests whose KV has come since the last call."""
+        """The requests whose KV has arrived since the last call."""
         self.pass_time(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
@@ -129,15 +129,16 @@ class TierTransfers:
             sharing[min(ends)[1]]._end_first()
 
     def next_load(self) -> int | None:
-        """The tick at which the next request has its KV; None: no load is under way."""
+        """The tick at which the next request gets its KV; None: no load is in flight."""
         return min(self.loading.values(), default=None)
 
     def next_end(self) -> int | None:
-        """The tick of the next end of any transfer, also of the engines that share a tier; None: there is none."""
+        """The tick of the next end of any transfer, including those of engines that share a tier; None: there is
+        none."""
         return min((it._ends[0][0] for it in self.sharing if it._ends), default=None)
 
     def under_way(self, now: int) -> tuple[tuple[int, ...], ...]:
-        """Ticks until each transfer under way ends, for each engine that shares a tier."""
+        """Ticks until each transfer in flight ends, for each engine that shares a tier."""
         return tuple(tuple(sorted(end - now for end, *_ in it._ends)) for it in self.sharing)
 
     def _end_first(self) -> None:
@@ -164,7 +165,7 @@ class TierTransfers:
 
 
 class SharedTiers:
-    """Tiers that the engines of a cluster share: all share the contents, those of one node also the link."""
+    """Tiers that the engines of a cluster share: all share the contents, and those of one node also the link."""
 
     def __init__(self) -> None:
         self._first: dict[str, Shelf] = {}

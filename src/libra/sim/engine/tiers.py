@@ -1,10 +1,8 @@
-"""KV offloaded from the GPU, and loads of what the GPU's own cache lacks.
-
-Invariant: a repeated lookup has the same answer until a transfer ends, or a block is given away that is still read or
-was found for a waiting request. So iterations may be counted together until then. A chunk that is still written, or is
-being loaded already, means "ask again". A block that a store still reads is not overwritten before the store has ended.
-The rules are those of vLLM's `OffloadingConnector`.
-"""
+"""KV offloaded from the GPU, and loads of KV that the GPU's own cache lacks. ¶ Invariant: a repeated lookup has the
+same answer until a transfer ends, or a block is reused that is still read or was found for a waiting request. So
+iterations may be counted together until then. A chunk that is still being written, or is being loaded already, means
+"ask again". A block that a store still reads is not overwritten before the store has ended. The rules are those of
+vLLM's `OffloadingConnector`."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class Use:
     over: bool = False
 
     def until(self, now: int) -> int:
-        """The tick at which the last of its stores has ended; `now` if all have."""
+        """The tick at which the last of its stores has ended; `now` if all have ended."""
         self.stores = [it for it in self.stores if not it.ended(now)]
         return max((it.end for it in self.stores if it.end is not None), default=now)
 
@@ -39,7 +37,7 @@ class Tiers:
     """The tiers of one engine, the nearest first."""
 
     def __init__(self, tiers: Sequence[KVTier], pool: BlockPool, *, volatile: bool = False) -> None:
-        """With `volatile` the last known chunk may still change while its request generates."""
+        """With `volatile`, the last known chunk may still change while its request generates."""
         self.transfers = TierTransfers(tiers)
         self.fetches = TierFetches(self.transfers)
         self.first = self.transfers.first
@@ -64,7 +62,7 @@ class Tiers:
         return self.first.tier.blocks_per_chunk
 
     def restless(self, now: int) -> bool:
-        """Whether an iteration that could begin now has more to do in the tiers than to store the chunks it fills."""
+        """Whether an iteration that begins now has more to do in the tiers than to store the chunks that it fills."""
         failed = self.failed and self.prompt_only
         return bool(self._ended or self._reads.given or failed) or self._flushed > now
 
@@ -86,7 +84,7 @@ class Tiers:
     # Time
 
     def settle(self, now: int) -> list[Request]:
-        """Handle the transfers that have ended by `now`. Returns the requests whose KV has come."""
+        """Handle the transfers that have ended by `now`. Returns the requests whose KV has arrived."""
         self.now = now
         arrived = self.transfers.arrived(now)
         self._reads.settle(now)
@@ -98,7 +96,7 @@ class Tiers:
         return self.transfers.next_end() if watching else self.transfers.next_load()
 
     def quiet(self, most: int) -> int:
-        """Free blocks, at most `most`, that are given away before one that is still read, or was found by a lookup."""
+        """Free blocks, at most `most`, that are reused before one that is still read or was found by a lookup."""
         if not (self.watched or self._reads.reading):
             return most
         found: dict[Owner, int] = {}
@@ -115,7 +113,8 @@ class Tiers:
         self.watched, self.patient = [], False
 
     def look(self, request: Request, tokens: int, found: int) -> int | None:
-        """Tokens that can be loaded after the first `found` ones of a context of `tokens` tokens; None: ask again."""
+        """Tokens that can be loaded after the first `found` ones of a context of `tokens` tokens; None: ask again
+        later."""
         use = self._uses.setdefault(request, Use())
         if use.until(self.now) > self.now:
             return None
@@ -144,7 +143,7 @@ class Tiers:
         return None if any(key in self.transfers.coming for key in hits) else tokens
 
     def load(self, request: Request, found: int, tokens: int) -> None:
-        """Load `tokens` tokens after the first `found` ones, into blocks that are taken already."""
+        """Load `tokens` tokens after the first `found` ones, into blocks taken already."""
         size = self.blocks_per_chunk * self._pool.block_size
         use = self._uses[request]
         use.stored = (found + tokens) // size
@@ -166,7 +165,7 @@ class Tiers:
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
         """End a schedule. `rows` has the requests of its iteration, with their known tokens that have KV at its end.
-        Returns the ticks until the iteration can begin: stores whose blocks are overwritten end first."""
+        Returns the ticks until the iteration can begin: stores whose blocks it overwrites end first."""
         given, begin, begun = self._reads.given, max(now, self._flushed), self.transfers.begun
         for request in preempted:
             self.failed.pop(request, None)
@@ -195,13 +194,13 @@ class Tiers:
         return begin - now
 
     def send(self, now: int) -> None:
-        """Begin the stores of what an iteration computes, at its end `now`."""
+        """Begin the stores of an iteration's KV, at its end `now`."""
         stores, self._stores = self._stores, []
         for store in stores:
             self.transfers.store(store, now)
 
     def end(self, request: Request, computed: int) -> None:
-        """Note that a request ends. Its blocks, which it lets go after this, have the KV of `computed` tokens."""
+        """Note that a request ends. Its blocks, released after this, have the KV of `computed` tokens."""
         use = self._uses.get(request)
         if use is None or use.over:
             return
@@ -241,7 +240,7 @@ class Tiers:
             self._stores.append(store)
 
     def _store_last(self, store: Offload, use: Use) -> bool:
-        """Store the chunks that were not stored while their request ran. True: at once, for its blocks are reused."""
+        """Store the remaining chunks of a request. True: at once, since its blocks are reused."""
         given = self._reads.given
         new = self.first.cache.begin_write(store.keys, use.access) or []
         for key in set(store.keys).difference(new):
@@ -254,7 +253,7 @@ class Tiers:
         return at_once
 
     def _fence(self, request: Request, store: Offload) -> None:
-        """Let requests that are given a block which a store reads wait for the store."""
+        """Let requests wait for a store if they get a block that the store still reads."""
         size, reads = self.blocks_per_chunk, self._reads
         for key in store.keys:
             chunk = range(key[1] * size, (key[1] + 1) * size)

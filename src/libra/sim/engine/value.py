@@ -1,4 +1,4 @@
-"""Values that other processes are sent."""
+"""Values that are sent to other processes."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def metrics_of(result: SimulationResult) -> Metrics:
 
 
 def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
-    """One for each engine, in their order."""
+    """One value for each engine, in their order."""
     requests, makespan = result.requests, result.makespan
     placed = requests.engine >= 0
     finished, admitted = requests.ended("finished"), requests.scheduled >= 0
@@ -197,7 +197,7 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
 
 
 def endings(requests: RequestColumns) -> tuple[Ending, ...]:
-    """Why requests did not finish: by status, the commonest reason first."""
+    """Reasons why requests did not finish: by status, the commonest first."""
     kinds = [_DIFFERS.sub("…", reason) for reason in requests.reasons]
     made = []
     for code, status in enumerate(ENDS):
@@ -213,7 +213,7 @@ def endings(requests: RequestColumns) -> tuple[Ending, ...]:
 
 
 def durations(requests: RequestColumns) -> dict[str, Durations]:
-    """Ticks that each finished request (or completed trajectory) took, by metric."""
+    """Ticks of each finished request (or completed trajectory), by metric."""
     finished = requests.ended("finished")
     several = finished & (requests.generated >= 2)
     decoding = (requests.finish - requests.first_token)[several]

@@ -1,8 +1,7 @@
 """Occupancy of engines over time: a recorder for a running cluster, and its series.
 
-Invariant: memory is bounded for any length of simulation, and sums over time are kept. Rows follow each other without a
-gap, and each has the mean over its time. So the mean over any stretch of whole rows is exact, however often rows were
-merged.
+Invariant: memory is bounded for any length of simulation, and sums over time are kept. Rows are contiguous, and each
+has the mean over its time. So the mean over any whole rows is exact, however often rows were merged.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ Ticks = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSeries:
-    """Read-only arrays with one entry a row. Before the first row and after the last one the engine has nothing.
-
-    `running` and `waiting` are requests, as of the engine's latest decision; `held` are KV blocks, which are assumed to
-    grow evenly between two decisions.
-    """
+    """Read-only arrays with one entry a row. Before the first row and after the last one the engine is empty. `running`
+    and `waiting` are requests, as of the engine's latest decision; `held` are KV blocks, assumed to grow evenly between
+    two decisions."""
 
     edges: Ticks  # [rows + 1], rising: a row is from one to the next
     running: Means
@@ -102,7 +99,7 @@ class OccupancyRecorder:
         seen.look(engine, now)
 
     def series(self, engine: int, end: int) -> EngineSeries:
-        """The series of the engine of this index, as of tick `end`, which is no earlier than its last decision."""
+        """The series of the engine with this index until tick `end`, which is no earlier than its last decision."""
         seen = self._engines.get(engine)
         if seen is None:
             nothing = np.zeros(0)
@@ -165,7 +162,7 @@ class _Seen:
 
     def last(self, engine: SimEngine, now: int) -> None:
         """Add the last state, which lasted until `now`, to the latest row. If several iterations were decided at once,
-        their blocks came one by one, and the engine has counted for how long they were held."""
+        their blocks were taken one by one, and the engine has counted the time for which they were held."""
         span = now - self.tick
         held_ticks = engine.held_ticks - self.held_ticks if self.steps else 2 * self.held * span
         row = self.rows[-1]

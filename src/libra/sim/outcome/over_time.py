@@ -1,4 +1,4 @@
-"""Means over stretches of time of the number, or the weight, of intervals."""
+"""Means, over intervals of time, of the number or weight of present items."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mean_present_by(
 
 
 def _since(moments: Ticks, edges: Ticks, weights: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """At each edge the sum of the times that have passed since the moments before it."""
+    """At each edge the sum of the times since the moments before it."""
     order = np.argsort(moments, kind="stable")
     passed = (moments[order] - edges[0]).astype(np.float64)
     heavy = np.ones(len(passed)) if weights is None else weights[order]

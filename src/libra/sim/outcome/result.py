@@ -55,13 +55,13 @@ class RequestColumns:
         return len(self.number)
 
     def ended(self, status: Status) -> NDArray[np.bool_]:
-        """Mask of the requests that ended with `status`."""
+        """Mask of the requests with this end `status`."""
         return np.equal(self.status, ENDS.index(status))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """Counts of one engine. Iterations that a time limit cut short count up to there, except a single one."""
+    """Counts of one engine. Iterations cut short by a time limit count up to it, except a single one."""
 
     name: str
     bucket: int
@@ -86,7 +86,7 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """Counts of one tier, over all engines that have one of this name."""
+    """Counts of one tier, over all engines with a tier of this name."""
 
     name: str
     engines: int
@@ -171,7 +171,7 @@ def _tiers(cluster: SimCluster) -> tuple[TierResult, ...]:
 
 
 def request_columns(requests: Sequence[Request]) -> RequestColumns:
-    """The columns of requests that a cluster has run. Raises ValueError if one is still under way, or a time does not
+    """The columns of requests that a cluster has run. Raises ValueError if one is still in flight, or a time does not
     fit: an int64 holds 106 days of ticks."""
     reasons: dict[str, int] = {}
     trajectories: dict[str, int] = {}

@@ -18,8 +18,8 @@ PUSHED_TTFT = ("waiting for decode", "waiting for prefill", "prefill", "KV trans
 
 @dataclass(frozen=True, slots=True)
 class TransferMetrics:
-    """Metrics of KV transfers. `ttft` and the following are of finished requests that were handed over; None, or no
-    entry, if there are none."""
+    """Metrics of KV transfers. `ttft` and the following are of finished requests with a transfer; None, or no entry, if
+    there are none."""
 
     begun: int
     broken: int  # aborted: nothing came
@@ -68,7 +68,7 @@ def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
 
 
 def finished_transfers(requests: RequestColumns, transfers: Transfers) -> Ticks:
-    """Rows of transfers: the last one of each finished request whose KV came."""
+    """Rows of transfers: the last one of each finished request whose KV arrived."""
     last = np.full(len(requests), -1)
     came = np.flatnonzero(transfers.came >= 0)
     last[transfers.row[came]] = came  # of several the last remains
@@ -107,7 +107,7 @@ class HeldBlocks:
 
 
 def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """Blocks that prefill engines keep until their KV is transferred; as of tick `end`."""
+    """Blocks that prefill engines keep until their KV is transferred; until tick `end`."""
     its = np.flatnonzero(transfers.computed >= 0)
     released = transfers.released[its]
     until = np.where(released < 0, end, released)
@@ -115,7 +115,7 @@ def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
 
 
 def reserved_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """Blocks that decode engines reserve for KV to come; as of tick `end`."""
+    """Blocks that decode engines reserve for coming KV; until tick `end`."""
     pushed = transfers.network.push
     its = np.flatnonzero((transfers.reserved if pushed else transfers.begun) >= 0)
     over = transfers.released if pushed else np.where(transfers.came < 0, transfers.sent, transfers.came)

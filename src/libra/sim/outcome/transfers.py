@@ -1,8 +1,5 @@
-"""KV that prefill engines handed over: a row for each prompt, and the use of the links.
-
-Invariant: the use of links, and the end of each transfer, are those of the simulation: the same rules are applied to
-the same begins.
-"""
+"""KV transfers from prefill engines: a row for each prompt, and the use of the links. ¶ Invariant: the use of links,
+and the end of each transfer, are those of the simulation: the same rules are applied to the same starts."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Transfers:
         return len(self.row)
 
     def alone(self) -> NDArray[np.float64]:
-        """Ticks of each transfer if nothing else were on its links."""
+        """Ticks of each transfer if it had its links alone."""
         devices = np.array(self.devices, np.float64)
         rate = self.network.bandwidth * np.minimum(devices[self.source], devices[self.target])
         ticks: NDArray[np.float64] = (self.size / rate + self.network.latency) * TICKS
@@ -80,7 +77,7 @@ def transfers_of(cluster: SimCluster) -> Transfers | None:
 
 
 def link_use(transfers: Transfers, edges: Ticks) -> tuple[LinkUse, LinkUse]:
-    """(sending, receiving) use of the engines' links between neighbouring `edges`, which rise. Transfers under way at
+    """(sending, receiving) use of the engines' links between neighbouring `edges`, which rise. Transfers in flight at
     the last edge are cut there."""
     stretches, engines = _stretches(transfers, int(edges[-1])), len(transfers.devices)
     begun = transfers.begun >= 0
@@ -99,8 +96,8 @@ def link_use(transfers: Transfers, edges: Ticks) -> tuple[LinkUse, LinkUse]:
 
 
 def _stretches(transfers: Transfers, end: int) -> Ticks:
-    """(source, target, from tick, to tick, parts of bytes a tick) of each stretch in which a transfer had one rate. All
-    transfers are replayed."""
+    """(source, target, from tick, to tick, parts of bytes a tick) of each interval in which a transfer had one rate.
+    All transfers are replayed."""
     found: list[tuple[int, int, int, int, int]] = []
     source, target = transfers.source.tolist(), transfers.target.tolist()
 

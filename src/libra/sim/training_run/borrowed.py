@@ -1,4 +1,4 @@
-"""Devices that a simulated run borrows: the seam at which lending adds them, with all that happens on them."""
+"""Devices that a simulated run borrows: the seam at which lending adds them and all activity on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BorrowedService(Protocol):
         ...
 
     def made(self, version: int, now: int) -> None:
-        """Note that a version of the weights is made, to be sent to these engines."""
+        """Note a new version of the weights, to be sent to these engines."""
         ...
 
     def outcome(self, now: int) -> Sequence[BorrowedOutcome]:
@@ -43,5 +43,5 @@ class BorrowedDevices(Protocol):
     """Devices that a plan borrows."""
 
     def service(self, cluster: SimCluster, load: Pause, *, exact: bool) -> BorrowedService:
-        """The engines on them. `load` is the pause in which an engine takes new weights."""
+        """The engines on them. `load` is the pause in which an engine loads new weights."""
         ...

@@ -2,8 +2,8 @@
 from a log of real trajectories.
 
 Invariant: a group is the same for every simulated system: the engine and the time of its generation change neither its
-tokens nor its tools. The version under which it starts may change them: that is drift. Every prompt comes up once in
-each pass over the data set, in an order that depends only on the seed and the pass.
+tokens nor its tools. Its start version may change them: that is drift. Every prompt occurs once in each pass over the
+data set, in an order that depends only on the seed and the pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Episodes(Protocol):
         ...
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        """The group that is started as the `number`-th of a run, from 0, under this version of the policy.
+        """The `number`-th group of a run, from 0, started under this version of the policy.
 
         Its trajectories have ids of their own in the run, a common `prompt_id`, and `version` as their
         `policy_version`. Equal arguments give equal groups; the same number under another version is the same draw at
@@ -48,7 +48,7 @@ _ORDER, _SAMPLES = 0x6F72646572, 0x73616D706C6573  # streams of one seed
 
 
 def generator_of(seed: int, *stream: int) -> np.random.Generator:
-    """A generator that is independent of other streams of the seed, and the same wherever it is made."""
+    """A generator that is independent of other streams of the seed, and reproducible."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, *stream))))
 
 
@@ -72,16 +72,13 @@ _Candidates = tuple[str, tuple[Trajectory, ...]]  # a prompt, and the trajectori
 class Resampled:
     """`Episodes` by bootstrap: a group is a prompt of the log, and its samples are drawn with replacement.
 
-    They are drawn from the prompt's own finished trajectories. If the log has only one of a prompt, they are drawn
-    from it and the `neighbours` - 1 finished trajectories of its task whose final contexts are nearest in logarithm: it
-    is assumed that attempts at one prompt are as different as attempts of similar length. A borrowed sample keeps the
-    prompt tokens of its own prompt, so that prompt and trajectory lengths are related as in the log.
-
-    Turns, tool returns, token counts and recorded seconds are as they were, cut only at `max_context`; unrecorded
-    values stay so.
-
-    A log shows one policy, so groups are alike at every version. Unfinished trajectories are left out. Raises
-    ValueError if none is finished.
+    They are drawn from the prompt's own finished trajectories. If the log has only one of a prompt, they are drawn from
+    it and the `neighbours` - 1 finished trajectories of its task whose final contexts are nearest in logarithm:
+    attempts at one prompt are assumed to differ like attempts of similar length. A borrowed sample keeps the prompt
+    tokens of its own prompt, so prompt and trajectory lengths are related as in the log. Turns, tool returns, token
+    counts and recorded seconds are unchanged, cut only at `max_context`; unrecorded values stay unrecorded. A log shows
+    one policy, so groups are equal at every version. Unfinished trajectories are left out. Raises ValueError if none is
+    finished.
     """
 
     log: tuple[Trajectory, ...] = field(repr=False)
@@ -108,7 +105,7 @@ class Resampled:
 
     @property
     def prompts(self) -> int:
-        """Different prompts in the log that have a finished trajectory."""
+        """Different prompts in the log with a finished trajectory."""
         return len(self._candidates)
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
@@ -130,7 +127,7 @@ class Resampled:
 
 
 def _candidates(finished: Sequence[Trajectory], neighbours: int) -> tuple[_Candidates, ...]:
-    """One entry for each prompt, in the order in which the log first names them; its trajectories, shortest first."""
+    """One entry for each prompt, in the order of its first occurrence in the log; its trajectories, shortest first."""
     by_prompt: defaultdict[str, list[Trajectory]] = defaultdict(list)
     by_task: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in finished:
@@ -147,7 +144,7 @@ def _candidates(finished: Sequence[Trajectory], neighbours: int) -> tuple[_Candi
 
 
 def _nearest(one: Trajectory, of_task: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """`one` and the `count` - 1 others nearest to it; ties by their place in `of_task`, as seen from its own.
+    """`one` and the `count` - 1 others nearest to it; ties by the distance of their places in `of_task`.
 
     In a truncated log, many have the longest context: with ties by id, all would borrow from the same few.
     """

@@ -1,8 +1,8 @@
-"""The training loop: groups start as staleness admits them, batches train, weights are published, plans change.
+"""The training loop: groups start when staleness admits them, batches train, weights are published, plans change.
 
-Invariant: admission is the executor's own (`libra.route.admission`), so no token is staler than the recipe
-allows and nothing is discarded; trajectories, engines, router and planner are those of `libra.sim` and
-`libra.plan`. This module only adds which of them waits for which.
+Invariant: admission is the executor's own (`libra.route.admission`), so no token is staler than the recipe allows and
+nothing is discarded; trajectories, engines, router and planner are those of `libra.sim` and `libra.plan`. This module
+only adds their waits for each other.
 
     started -> turns and tools -> finished -> group complete -> batch -> trained -> published -> the next may start
 
@@ -44,9 +44,9 @@ _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
 def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> SimulatedRun:
     """`steps` optimiser steps of a system. The same arguments give the same outcome.
 
-    Exactly the groups that these steps train on are started, so that systems are compared over equal work. `exact`
-    visits every iteration of the engines: the same outcome, slower. Raises ValueError if recipe and episodes do not
-    fit together, or a trajectory does not fit any engine.
+    It starts exactly the groups that these steps train on, so systems are compared over equal work. `exact` visits
+    every iteration of the engines: the same outcome, slower. Raises ValueError if recipe and episodes do not fit
+    together, or a trajectory does not fit any engine.
     """
     run = PosttrainingRun(system, episodes, steps, exact=exact)
     run.finish()
@@ -70,7 +70,7 @@ def _require_fit(system: System, episodes: Episodes, steps: int) -> None:
 
 
 class PosttrainingRun:
-    """One simulation of one system: the workload of a cluster, which also changes the cluster while it runs."""
+    """One simulation of one system: the workload of a cluster, which also changes the cluster meanwhile."""
 
     def __init__(self, system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> None:
         _require_fit(system, episodes, steps)
@@ -129,8 +129,8 @@ class PosttrainingRun:
         self._cluster.at(0, self._fill)
 
     def published(self, version: int) -> tuple[float, ...]:
-        """Seconds at which versions 1 to `version` were published. Nothing beyond that is simulated; a later call
-        continues from there. `version` is at most the run's number of steps."""
+        """Seconds at which versions 1 to `version` were published. The simulation stops there; a later call continues.
+        `version` is at most the run's number of steps."""
         if len(self._publications) < version:
             self._pause_after = version
             self._cluster.run()
@@ -143,7 +143,7 @@ class PosttrainingRun:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
 
     def outcome(self) -> SimulatedRun:
-        """The outcome so far: up to the latest version that was published."""
+        """The outcome so far: up to the latest published version."""
         cluster, lending = self._cluster, self._lending
         lent = frozenset[str]() if lending is None else lending.names
         return SimulatedRun(
@@ -196,7 +196,7 @@ class PosttrainingRun:
         return request
 
     def _resume(self, request: Request, now: int) -> Request:
-        """The request that continues a turn which was stopped on its engine."""
+        """The request that continues a stopped turn."""
         caller = request.owner
         assert isinstance(caller, EpisodeCaller)
         caller.generated_before += request.generated
@@ -238,8 +238,7 @@ class PosttrainingRun:
         return not self._system.start_by_cache or not self._live or live <= self._held()
 
     def _held(self) -> float:
-        """Trajectories whose contexts fit into the engines' caches, at the mean context in which a token is
-        generated."""
+        """Trajectories whose contexts fit into the engines' caches, at the mean context of a generated token."""
         request = self._plan.request
         generated = sum(cls.share * cls.generated for cls in request.classes)
         contexts = sum(cls.share * cls.context_sum for cls in request.classes)
@@ -266,7 +265,7 @@ class PosttrainingRun:
     # Versions
 
     def _stepped(self, step: SimulatedStep, now: int) -> None:
-        """Send the version that the optimiser has made to the engines, while the trainer continues."""
+        """Send the optimiser's new version to the engines, while the trainer continues."""
         self._trained.append(step)
         # Versions arrive in their order, also when another layout sends them faster.
         there = max(now + ticks(self._trainer.option.publish + self._trainer.switch), self._publishing_until)

@@ -1,7 +1,6 @@
 """Busy shares of a run's engines, from one published version of the weights to the next.
 
-Invariant: it reads counters that engines keep anyway, once a version, so that an unwatched run costs the
-same.
+Invariant: it reads existing counters of engines, once a version, so an unwatched run costs the same.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from libra.sim.training_run.outcome import EngineSpan
 
 
 class Occupancy:
-    """Collects a span for each engine that is in service when a version is published."""
+    """Collects a span for each engine in service at the publication of a version."""
 
     def __init__(self) -> None:
         self.spans: list[EngineSpan] = []

@@ -1,6 +1,6 @@
 """Outcome of a post-training run.
 
-Invariant: tokens and trajectories are counted when they have been trained on, once; seconds are simulated ones.
+Invariant: tokens and trajectories are counted once, when they have been trained on; seconds are simulated.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SimulatedRun:
 
     @property
     def throughput(self) -> float:
-        """Generated tokens that were trained on, a second."""
+        """Generated tokens that were trained on, per second."""
         return self.generated_tokens / self.seconds
 
     @property
@@ -105,6 +105,6 @@ class SimulatedRun:
 
     @property
     def engine_share(self) -> float:
-        """Share of the device seconds of engines in service in which they have work. If trainers share the devices,
-        these seconds include training."""
+        """Share of the device seconds of engines in service in which they have work. If trainers share the devices, the
+        device seconds include training."""
         return self.engine_busy / self.engine_seconds

@@ -1,7 +1,7 @@
 """The engines of a run while its plan changes: those that stop, those that continue, and those that start.
 
-Invariant: an engine's name determines its GPUs, so an engine whose name is in both plans continues. Only engines that
-stop, start or change their role are interrupted by a change of plan.
+Invariant: an engine's name determines its GPUs, so an engine named in both plans continues. A change of plan interrupts
+only engines that stop, start or change their role.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NEVER = -1  # tick: not before the engine has drained
 
 
 class Service:
-    """Engines of a plan, in a cluster that `make` makes with the first ones. Engines on devices that serve belong to
-    a `BorrowedService`, which `lend` makes with the cluster."""
+    """Engines of a plan, in a cluster that `make` creates with the first ones. Engines on serving devices belong to a
+    `BorrowedService`, which `lend` creates with the cluster."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Service:
         return self._ticks
 
     def change(self, plan: Plan, now: int) -> tuple[int, int, int]:
-        """Change to a plan. Returns (engines that stop, engines that start, devices of all that it wants)."""
+        """Change to a plan. Returns (stopping engines, starting engines, total devices of the plan)."""
         cluster = self.cluster
         own, lent = self._specs(plan)
         wanted = {spec.name: spec for spec in own}
@@ -96,7 +96,7 @@ class Service:
             self.cluster.at(ready, partial(self._ready, spec.name))
 
     def _change_role(self, spec: EngineSpec, now: int) -> None:
-        """Restart an engine with another role. Its requests finish first, or continue elsewhere."""
+        """Restart an engine with another role. Its requests finish first, or continue on other engines."""
         if not self._system.drain:
             self.cluster.close(spec.name)
             self._start(spec, now, self._system.role_change)
@@ -118,7 +118,7 @@ class Service:
             self.cluster.add(self._pending.pop(name)[0])
 
     def _specs(self, plan: Plan) -> tuple[tuple[EngineSpec, ...], tuple[EngineSpec, ...]]:
-        """(specs of the run's own engines, specs of those on devices that serve)."""
+        """(specs of the run's own engines, specs of those on serving devices)."""
         granted = self._system.tenancy is not None
         specs = planned_engines(plan, granted=granted)
         if self._system.serve_by_priority:

@@ -1,6 +1,6 @@
 """Systems to compare: an initial plan, a routing policy, and a rule that may change the plan.
 
-Invariant: a system only gets what it could know at that moment; one that knows the future says so.
+Invariant: a system only gets information available at that moment; one that knows the future says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PUBLISHED_SWITCH = SwitchCost(engine_start=10.8, trainer_join=8.0, weight_load=0
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Knowledge of a run when it may change its plan."""
+    """Information about a run when it may change its plan."""
 
     version: int
     finished: Sequence[Trajectory]  # since the last decision
@@ -42,13 +42,13 @@ class Replan(Protocol):
         ...
 
     def decide(self, moment: Moment) -> Plan | None:
-        """The plan to change to; None: the present one stays."""
+        """The plan to change to; None: keep the present one."""
         ...
 
 
 @dataclass(slots=True)
 class Replanning:
-    """The library's replanner, with the same inputs as from an executor, and no more."""
+    """The library's replanner, with the same inputs as from an executor."""
 
     replanner: Replanner
     period: int  # steps

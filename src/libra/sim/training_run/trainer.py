@@ -1,8 +1,6 @@
-"""The trainer of a simulated run: when a step begins, which groups it has, and how long it takes.
-
-Invariant: a step has one layout from its first gradient to its update: trainers change between two steps. Its price is
-the planner's (`libra.cost.train_step`), with the batch's own lengths instead of the expected ones.
-"""
+"""The trainer of a simulated run: the start, groups and duration of its steps. ¶ Invariant: a step has one layout from
+its first gradient to its update: trainers change between two steps. Its price is the planner's
+(`libra.cost.train_step`), with the batch's own lengths instead of the expected ones."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class TrainingPrice:
 
     def seconds(self, lengths: Sequence[int], layout: ParallelLayout, *, update: bool = True) -> float:
         """Seconds of one step over trajectories of these final contexts, in tokens; without `update` only those of
-        their gradients, to which others are added."""
+        their gradients, for a sum with others."""
         work = Work(
             model=self.model,
             batch=batch_of_lengths(lengths),
@@ -74,7 +72,7 @@ def batch_of_lengths(lengths: Sequence[int]) -> Batch:
 
 @dataclass(slots=True)
 class _Step:
-    """A step that has begun."""
+    """A step in progress."""
 
     version: int  # the version that it makes
     began: int  # tick
@@ -103,11 +101,8 @@ class _Step:
 
 
 class SimulatedTrainer:
-    """Trains on the groups that admission gives, and calls `stepped` with each step when it is made.
-
-    With `early_gradients` a batch is trained on in parts, as its groups are complete; only the last part waits for the
-    last trajectory.
-    """
+    """Trains on the groups that admission gives, and calls `stepped` at the end of each step. With `early_gradients` a
+    batch is trained on in parts, when groups are complete; only the last part waits for the last trajectory."""
 
     def __init__(
         self,
@@ -133,7 +128,7 @@ class SimulatedTrainer:
 
     @property
     def switch(self) -> float:
-        """Seconds for colocated devices to switch between rollout and training, once."""
+        """Seconds of one switch of colocated devices between rollout and training."""
         return self._system.request.switch_seconds if self._recipe.mode == "colocated" else 0.0
 
     def train(self, now: int) -> None:
@@ -208,7 +203,7 @@ class SimulatedTrainer:
 
 
 def training_option_of(plan: Plan) -> TrainingOption:
-    """The training option of the plan's allocation, as the planner priced it."""
+    """The training option of the plan's allocation, with the planner's price."""
     option = training_option(plan.request.menu().problem, plan.allocation)
     assert option is not None
     return option

@@ -1,9 +1,9 @@
-"""The calls of a trajectory, and the owner of a request, as engines and routers see it.
+"""The calls of a trajectory, and the owner of a request for engines and routers.
 
 Invariant: every turn that generates is one call, in order. A turn that generates nothing calls no engine, but its tool
-takes its time, and what it returned is in the context of the next call. A caller describes its turn as it was when last
-placed. It reports each tool return once. A turn that is stopped loses no token: it continues with the tokens that it
-has generated as part of its prompt.
+takes its time, and the tool's return is in the context of the next call. A caller describes its turn in its state at
+the last placement. It reports each tool return once. A stopped turn loses no token: it continues with its generated
+tokens as part of its prompt.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _tool_ticks(trajectory: Trajectory, number: int, taken: float) -> int:
 
 @dataclass(slots=True)
 class Caller:
-    """The owner of a request that a trajectory makes."""
+    """The owner of a trajectory's request."""
 
     trajectory: Trajectory
     calls: tuple[Call, ...]  # all that the trajectory makes
@@ -89,16 +89,16 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """Name of the chain that is generated from this call on."""
+        """Name of the chain generated from this call on."""
         return f"{self.trajectory.id} from turn {self.call.turn}"
 
     @property
     def generated_since(self) -> int:
-        """Tokens of the turn before this request was made, and after the turn was last placed."""
+        """Tokens of the turn generated before this request was made, and since the turn was last placed."""
         return self.generated_before - self.placed_before
 
     def fork(self) -> Chain:
-        """A new chain for the call, which keeps the prompt if the context is no shorter than that."""
+        """A new chain for the call, which keeps the prompt if the context is at least that long."""
         kept = self.trajectory.prompt_tokens
         return Chain(self.name, self.prompt, kept) if self.call.context_tokens >= kept else Chain(self.name)
 
@@ -109,7 +109,7 @@ class Caller:
         return Request(number, arrival, prompt, output, chain=chain, owner=self, stop="eos")
 
     def routing_request(self) -> policy.TurnRequest:
-        """The turn as it was last placed."""
+        """The turn in its state at the last placement."""
         trajectory = self.trajectory
         return policy.TurnRequest(
             trajectory.id,
@@ -121,8 +121,8 @@ class Caller:
         )
 
     def returned(self) -> policy.ToolReturn | None:
-        """The tool return that the request follows, unless the policy knows it already: a request that finds no engine,
-        or is stopped on one, is placed again. None also before a trajectory's first request: the policy does not know
+        """The tool return before the request, unless the policy knows it already: a request that finds no engine, or is
+        stopped on one, is placed again. None also before a trajectory's first request, since the policy does not know
         the trajectory yet."""
         if self.told or self.position == 0:
             return None
@@ -154,8 +154,8 @@ class EpisodeCaller(Caller):
         return call
 
     def so_far(self, generated: int, *, left: float) -> Trajectory:
-        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one. If `left` seconds
-        are left until the tool before that returns: all turns so far, and the time that the last one has waited."""
+        """The unfinished trajectory: its complete turns, and `generated` tokens of the present one. If the tool before
+        it returns in `left` seconds: all turns so far, and the last one's wait until now."""
         turns = self.trajectory.turns[: self.call.turn]
         if left > 0:
             before = self.calls[self.position - 1].turn if self.position else None
@@ -175,7 +175,7 @@ def _pending(turn: Turn, waited: float) -> Turn:
 
 
 def _untold(turn: Turn) -> Turn:
-    """A turn that has called no tool yet."""
+    """A turn that has not called a tool yet."""
     return replace(turn, tool=None, status=None, returned_tokens=0, tool_seconds=None)
 
 

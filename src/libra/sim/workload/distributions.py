@@ -54,7 +54,7 @@ class Constant(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class Uniform(Lengths):
-    """Every whole number from `low` to `high`, both included, is as likely."""
+    """Every whole number from `low` to `high`, both included, with equal probability."""
 
     low: int
     high: int
@@ -71,7 +71,7 @@ class Uniform(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal(Lengths):
-    """exp(N(log `median`, `sigma`^2)), rounded; lengths beyond `limit` become `limit`, as if generation were cut."""
+    """exp(N(log `median`, `sigma`^2)), rounded; lengths beyond `limit` become `limit`, like a cut generation."""
 
     median: float
     sigma: float

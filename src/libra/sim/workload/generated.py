@@ -1,7 +1,7 @@
 """Requests and agent trajectories made from distributions and a seed.
 
-Invariant: the same arguments give the same work. Requests are made as they are taken: a chunk of them is in memory,
-however many there are. No trajectory outgrows its agent's context.
+Invariant: the same arguments give the same work. Requests are made when they are taken: only a chunk of them is in
+memory. No trajectory exceeds its agent's context.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Tool:
 @dataclass(frozen=True, slots=True)
 class Agent:
     """An agent that takes a geometric number of turns on {1, 2, ...} with mean `mean_turns`, and calls one of `tools`
-    after each but the last. It is cut where its context would outgrow `max_context`, which makes the mean shorter."""
+    after each but the last. It is cut where its context would exceed `max_context`, which lowers the mean."""
 
     prompt_tokens: Lengths  # cut so that a token of the context is left
     generated_tokens: Lengths  # of a turn

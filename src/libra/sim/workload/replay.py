@@ -1,4 +1,4 @@
-"""Replay of trajectories: a turn begins when the tool of the turn before has returned.
+"""Replay of trajectories: a turn begins when the tool of the previous turn has returned.
 
 Invariant: requests and tool times are the log's, token for token and second for second; the times of requests follow
 from the answers of the simulated engines. A trajectory has at most one request in flight, and ends with the first one
@@ -33,8 +33,8 @@ class Replay:
     with `rewrite_keeps` of "last prompt", of the whole prompt of the call before. A context shorter than that keeps
     less: the prompt, or nothing.
 
-    Raises ValueError for an id that is given twice, for copies of a prompt that has several samples in the log, and for
-    a call without any context.
+    Raises ValueError for a repeated id, for copies of a prompt that has several samples in the log, and for a call
+    without any context.
     """
 
     def __init__(
@@ -170,12 +170,9 @@ def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:
 def draw(
     log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True, replaced: bool = False
 ) -> tuple[Trajectory, ...]:
-    """Draw `count` trajectories from a log in random order, by the seed: without replacement until all were drawn, the
-    rest with it; with `replaced` all with it.
-
-    One that is drawn again gets an id of its own. It is another sample of its prompt, or with `same_prompts` off, of a
-    prompt of equal length. Raises ValueError if the log is empty.
-    """
+    """Draw `count` trajectories from a log in random order, by the seed: without replacement until all were drawn, then
+    with it; with `replaced` all with it. A repeated one gets a new id. It is another sample of its prompt, or, with
+    `same_prompts` off, of a prompt of equal length. Raises ValueError if the log is empty."""
     if not log:
         raise ValueError("there is no finished trajectory to draw from; give a log with at least one")
     if count < 1:

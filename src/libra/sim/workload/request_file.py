@@ -1,8 +1,6 @@
-"""Requests on disk: JSON lines of their own, the CSV of Azure's public traces of LLM serving, and logs of others.
-
-Invariant: a file is read whole or refused with one line that names the file, the line and the field; nothing in it is
-repaired. Arrivals never fall from line to line, and every request has a token to begin with and one to generate.
-"""
+"""Requests on disk: Libra's JSON lines, the CSV of Azure's public traces of LLM serving, and other logs. ¶ Invariant: a
+file is read completely or refused with one line that names the file, the line and the field; nothing in it is repaired.
+Arrivals never fall from line to line, and every request has at least one prompt token and one to generate."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ _Instant = Annotated[float, Field(lt=_LATEST)]
 
 
 class RequestFormatError(ValueError):
-    """A file of requests cannot be used. The message is one line: file, line, field, what is wrong."""
+    """A file of requests cannot be used. The message is one line: file, line, field, fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,9 @@ def _adapter() -> TypeAdapter[_Line]:
 
 
 def parse_request(line: str | bytes, where: str) -> RecordedRequest:
-    """One JSON line: `arrival` in seconds, `prompt_tokens`, `output_tokens`, and where needed `prefix` with
-    `prefix_tokens`, `priority`, `stop`, and `cancel_at` in seconds of the same clock. `where` opens the message."""
+    """One JSON line: `arrival` in seconds, `prompt_tokens`, `output_tokens`, and optionally `prefix` with
+    `prefix_tokens`, `priority`, `stop`, and `cancel_at` in seconds of the same clock. `where` begins the error
+    message."""
     try:
         read = _adapter().validate_json(line, strict=True)
     except ValidationError as error:
@@ -105,11 +104,9 @@ def _problem(found: ErrorDetails) -> str:
 
 
 def read_requests(path: Path | str, tell: Tell = warn) -> tuple[RecordedRequest, ...]:
-    """Read a file of requests, in the order of arrival: JSON lines of Libra's own, a `.csv` file as
-    `read_azure_requests` does, or a log of others that `libra.read_trajectories` reads.
-
-    `tell` gets a line for all that such a log does not say. Raises `RequestFormatError`, also on a blank line and where
-    there is no request."""
+    """Read a file of requests, in the order of arrival: Libra's JSON lines, a `.csv` file like `read_azure_requests`,
+    or another log that `libra.read_trajectories` reads. `tell` gets a line on the data that such a log lacks. Raises
+    `RequestFormatError`, also on a blank line and without any request."""
     first = _first_entry(path)
     if first is not None and (of := format_of(first)) is not None and tuple(first.fields) != _AZURE_FIELDS:
         return _logged_requests(path, of, tell)
@@ -122,9 +119,8 @@ def read_requests(path: Path | str, tell: Tell = warn) -> tuple[RecordedRequest,
 
 
 def read_azure_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
-    """Read a CSV file of columns TIMESTAMP, ContextTokens and GeneratedTokens, as Azure's traces of 2023 and 2024
-    have them, in the order of arrival; time zero is the first request's. Raises `RequestFormatError` as `read_requests`
-    does."""
+    """Read a CSV file of columns TIMESTAMP, ContextTokens and GeneratedTokens, as in Azure's traces of 2023 and 2024,
+    in the order of arrival; time zero is the first request's. Raises `RequestFormatError` like `read_requests`."""
     with _opened(path) as lines:
         if tuple(_cells(lines.readline())) != _AZURE_FIELDS:
             raise _refusal(f"{path}:1", "line", f"the header must be {','.join(_AZURE_FIELDS)}")
@@ -139,7 +135,8 @@ def _first_entry(path: Path | str) -> LogEntry | None:
 
 
 def _logged_requests(path: Path | str, of: LogFormat, tell: Tell) -> tuple[RecordedRequest, ...]:
-    """The requests of a log whose trajectories have a single turn and a time of arrival; time zero is the first's."""
+    """The requests of a log whose trajectories have a single turn and an arrival time; time zero is the first
+    arrival."""
     found: list[tuple[float, Trajectory]] = []
     try:
         for trajectory in read_trajectories(path, tell, log_format=of):

@@ -1,8 +1,6 @@
-"""Workloads: requests in the order of time, and those that follow when one ends.
-
-Invariant: a workload is the same at each start, and the number of a request does not depend on the outcome of others.
-So two simulations of one workload can be compared request by request.
-"""
+"""Workloads: requests in the order of time, and requests that follow the end of another. ¶ Invariant: a workload is the
+same at each start, and the number of a request does not depend on the outcome of others. So two simulations of one
+workload can be compared request by request."""
 
 from __future__ import annotations
 
@@ -18,16 +16,16 @@ from libra.sim.engine.request import Chain, Request, Stop
 
 
 class Workload(Protocol):
-    """The work of one simulation at a time: `start`, then `finished` for every request that ended, in order of time."""
+    """The work of one simulation at a time: `start`, then `finished` for every ended request, in order of time."""
 
     def start(self) -> Iterable[Request]:
-        """The requests known from the beginning, by (arrival, number): possibly a million, made as they are taken.
-        The state of an earlier start is forgotten."""
+        """The requests known from the beginning, by (arrival, number): possibly a million, made when they are taken.
+        This forgets the state of an earlier start."""
         ...
 
     def finished(self, request: Request, now: int) -> Request | None:
         """The request that follows one that was finished, cancelled or refused at tick `now`; it arrives at `now` or
-        later. None: nothing follows."""
+        later. None: there is none."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def repeated(records: Sequence[RecordedRequest], times: int) -> tuple[RecordedRe
 
 
 def around(records: Sequence[RecordedRequest], begins: float) -> Iterator[Request]:
-    """The requests, repeated without end, from this share of the record on, without cancellations. The gap between the
+    """The requests, repeated endlessly, from this share of the record on, without cancellations. The gap between the
     last one and the first is the record's mean gap."""
     first, last = records[0].arrival, records[-1].arrival
     lap = last - first + max(1, (last - first) // max(1, len(records) - 1))

@@ -1,1 +1,1 @@
-"""Logs that other frameworks and agents write, read as trajectories: one module a format, the table in `catalogue`."""
+"""Logs of other frameworks and agents, read as trajectories: one module a format, the table in `catalogue`."""

@@ -1,4 +1,4 @@
-"""BurstGPT's traces: a request a row; in its second version with the session and the time that an answer took."""
+"""BurstGPT's traces: a request a row; in its second version with the session and the duration of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KIND = "Log Type"
 
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
-    """Rows without a session are requests, as they come. Sessions follow in the order of their first rows."""
+    """Rows without a session are requests, in their order. Sessions follow in the order of their first rows."""
     sessions: dict[str, list[LogEntry]] = {}
     for entry in entries:
         if not entry.tokens(_OUTPUT):

@@ -1,4 +1,4 @@
-"""Turns from calls of a model whose prompts were counted, and several tool calls of a turn as one return."""
+"""Turns from model calls with counted prompts; several tool calls of a turn become one return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LoggedReturn:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """One call: tokens of its prompt and its answer, and what came back before the next call, where that is known."""
+    """One call: tokens of its prompt and its answer, and the return before the next call, if known."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -30,7 +30,7 @@ class ModelCall:
 
 
 def as_one(returns: Sequence[LoggedReturn], reading: LogReading) -> LoggedReturn:
-    """One return for all of a turn: the first's name, the worst outcome, the seconds of all, one after the other."""
+    """One return for all of a turn: the first name, the worst outcome, the total seconds in sequence."""
     if len(returns) > 1:
         reading.remarks["turns with several tool calls, under the name of the first"] += 1
     known = [it.seconds for it in returns if it.seconds is not None]
@@ -47,11 +47,9 @@ def worst(statuses: Iterable[ToolStatus]) -> ToolStatus:
 
 
 def turns_of_calls(calls: Sequence[ModelCall]) -> tuple[Turn, ...]:
-    """The turns of one episode. Tokens returned are those by which the next prompt exceeds this prompt and its answer.
-
-    Where the next prompt is shorter, as after a compaction, the next turn says its context. The last turn calls no
-    tool unless its call has a return.
-    """
+    """The turns of one episode. Returned tokens are the excess of the next prompt over this prompt and its answer. If
+    the next prompt is shorter, as after a compaction, the next turn has its own context. The last turn calls no tool
+    unless its call has a return."""
     turns: list[Turn] = []
     running = calls[0].prompt_tokens if calls else 0
     for number, call in enumerate(calls):

@@ -51,8 +51,8 @@ _SHOWN = 6  # fields of an unknown log that an error names
 
 
 def first_entry(path: Path | str) -> LogEntry | None:
-    """The entry whose shape tells the format of a file; None where the file is empty, of no known kind, or begins with
-    a line that is no JSON. Raises `TrajectoryFormatError` where a document or a table is damaged."""
+    """The entry whose shape identifies the format of a file. None if the file is empty, of an unknown kind, or begins
+    with a line that is no JSON. Raises `TrajectoryFormatError` if a document or a table is damaged."""
     try:
         return next(log_entries(path), None)
     except DamagedLineError:
@@ -60,7 +60,7 @@ def first_entry(path: Path | str) -> LogEntry | None:
 
 
 def format_of(entry: LogEntry) -> LogFormat | None:
-    """The format of a file that begins with this entry; None for a log of Libra's own, and for what is not known."""
+    """The format of a file that begins with this entry; None for Libra's own logs, and for unknown ones."""
     return next((it for it in FORMATS.values() if it.is_one(entry)), None)
 
 
@@ -86,7 +86,7 @@ def foreign_trajectories(path: Path | str, of: LogFormat, reading: LogReading) -
 
 
 def notes_of(path: Path | str, of: LogFormat, reading: LogReading) -> Iterator[str]:
-    """Notes on what a log did not say, after it was read: a line for its format, and one for each remark."""
+    """Notes on the data that a log lacked, after reading it: a line for its format, and one for each remark."""
     yield f"{path}: read as {of.name}, which does not say (null, unknown or 0 here): {of.silent_on}"
     for remark, times in sorted(reading.remarks.items()):
         yield f"{path}: {remark}: {times:,}"

@@ -26,8 +26,8 @@ class Chat:
 
 
 def chat(messages: Sequence[LogEntry], reading: LogReading, already: Iterable[LogEntry] = ()) -> Chat:
-    """`already` are messages of the prompt before the first of `messages`. What stands between two answers of the
-    assistant is one return; answers that follow each other are one turn."""
+    """`already` are messages of the prompt before the first of `messages`. The messages between two answers of the
+    assistant are one return; consecutive answers are one turn."""
     prompt = [*already]
     rest = [*messages]
     while rest and not _answers(rest[0]):
@@ -71,7 +71,7 @@ def _exchanges(messages: Iterable[LogEntry]) -> Iterator[tuple[list[LogEntry], l
 
 
 def text_of(message: LogEntry) -> str:
-    """All that the model reads or writes of a message: its text, its reasoning, its tool calls as JSON."""
+    """All text of a message that the model reads or writes: its text, its reasoning, its tool calls as JSON."""
     content = message.fields.get("content")
     if isinstance(content, list):
         text = "".join(
@@ -123,7 +123,7 @@ def _tool_names(answer: LogEntry) -> dict[str, str]:
 
 
 def _parts(message: LogEntry) -> list[dict[str, Any]]:
-    """The objects in the content of a message that is a list."""
+    """The objects in a message content that is a list."""
     content = message.fields.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
@@ -133,7 +133,7 @@ def _is_wordless(part: Mapping[str, Any]) -> bool:
 
 
 def tool_return(message: LogEntry, calls: Mapping[str, str]) -> LoggedReturn:
-    """Tool and outcome of a message that came back; a person's words come back from the tool `user`."""
+    """Tool and outcome of a returned message; a person's words are returns of the tool `user`."""
     results = [part for part in _parts(message) if part.get("type") == "tool_result"]
     if results:
         name = calls.get(str(results[0].get("tool_use_id")), "tool")
@@ -147,7 +147,7 @@ def tool_return(message: LogEntry, calls: Mapping[str, str]) -> LoggedReturn:
 
 
 def _status(message: LogEntry) -> ToolStatus:
-    """Inspect keeps the error of a tool with its message; a chat log keeps none."""
+    """Inspect stores the error of a tool with its message; a chat log stores none."""
     if "error" not in message:
         return "unknown"
     error = message.fields["error"]

@@ -15,7 +15,7 @@ _MILLISECOND = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that has tokens, in the order of time."""
+    """A call with tokens, in the order of time."""
 
     entry: LogEntry
     turn: int  # of the user, counted from 0
@@ -79,7 +79,7 @@ def _back(call: _Call, following: _Call | None, reading: LogReading) -> LoggedRe
 
 
 def _batch(batch: LogEntry, reading: LogReading) -> LoggedReturn:
-    """Tools that ran at the same time: the batch took as long as the longest."""
+    """Tools that ran at the same time: the batch took as long as the slowest."""
     functions = batch.entries("function_calls")
     if len(functions) > 1:
         reading.remarks["batches of several tools, under the name of the first"] += 1

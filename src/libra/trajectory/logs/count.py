@@ -1,4 +1,4 @@
-"""Tokens of a text that a log gives without its tokens."""
+"""Tokens of a text for which a log has no count."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TokenizerCount:
     """The tokens of a model's own tokenizer, from `tokenizer.json` in its folder; special tokens are not added."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError where the file, or the library `tokenizers`, is missing."""
+        """Raises ValueError if the file, or the library `tokenizers`, is missing."""
         file = folder / "tokenizer.json"
         try:
             from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""Turns from the decoded text of a response in which answers and tool returns follow each other.
+"""Turns from the decoded text of a response in which answers and tool returns alternate.
 
 Tool returns are found by the tags `<tool_response>` of the chat templates of Qwen3 and Hermes, tool calls by
 `<tool_call>`; the markers of the message around a return belong to it.
@@ -35,14 +35,14 @@ def turns_of_text(text: str, reading: LogReading) -> tuple[Turn, ...]:
 
 
 def _marker_before(text: str, rest: int, opens: int) -> int:
-    """Start of the message marker that ends where a return opens."""
+    """Start of the message marker that ends at the opening of a return."""
     start = max(rest, opens - _LONGEST_MARKER)
     found = _BEFORE.search(text, start, opens)
     return opens if found is None else found.start()
 
 
 def _returns_end(text: str, opens: int) -> int:
-    """The end of the returns of one turn: parallel tools return one after the other."""
+    """The end of the returns of one turn: parallel tools return one after another."""
     while True:
         close = text.find(_CLOSE, opens)
         if close < 0:

@@ -1,4 +1,4 @@
-"""One object of a log, whose fields are taken by name and kind.
+"""One object of a log, with fields by name and kind.
 
 Invariant: a field of the wrong kind is refused in one line with the file, the line, the field and a remedy.
 """
@@ -56,7 +56,7 @@ class LogEntry:
         return found
 
     def instant(self, name: str) -> float:
-        """A time in seconds, from a number or from an ISO 8601 text (UTC where it names no zone)."""
+        """A time in seconds, from a number or from an ISO 8601 text (UTC if it names no zone)."""
         value = self._present(name)
         if not isinstance(value, str):
             return self.number_of(name)
@@ -93,7 +93,7 @@ class LogEntry:
         return self.within(name, self._present(name))
 
     def entries(self, name: str) -> list[LogEntry]:
-        """The objects of a list; none where the field is absent."""
+        """The objects of a list; none if the field is absent."""
         if name not in self:
             return []
         return [self.within(f"{name}[{index}]", value) for index, value in enumerate(self.values(name))]

@@ -1,4 +1,4 @@
-"""The seam for formats of logs: what a format is, and what is known while one is read."""
+"""The seam for formats of logs: a format, and the state of reading one log."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from libra.trajectory.record import Trajectory, TrajectoryFormatError, Turn
 
 @dataclass(slots=True)
 class LogReading:
-    """State of reading one log: its counter of texts, and remarks on what the log does not say, with their counts."""
+    """State of reading one log: its counter of texts, and remarks on missing data, with their counts."""
 
     count: TokenCount = field(default_factory=CharacterCount)
     remarks: Counter[str] = field(default_factory=Counter)
 
     def tokens_of(self, text: str) -> int:
-        """Tokens of a text for which the log has none."""
+        """Tokens of a text for which the log has no count."""
         if text:
             self.remarks[f"texts whose tokens are {self.count.how}, without a chat template"] += 1
         return self.count(text)
@@ -29,11 +29,9 @@ class LogReading:
 
 @dataclass(frozen=True, slots=True)
 class LogFormat:
-    """One format: its shape, what it leaves open, and its reader.
-
-    `is_one` sees the first entry of a file. `trajectories` reads the entries in order, one in memory at a time where
-    the format allows it, and raises `TrajectoryFormatError` for what it cannot read.
-    """
+    """One format: its shape, the data that it lacks, and its reader. `is_one` gets the first entry of a file.
+    `trajectories` reads the entries in order, one in memory at a time if the format allows it, and raises
+    `TrajectoryFormatError` for an unreadable one."""
 
     name: str
     written_by: str
@@ -56,8 +54,8 @@ def episode(
     finished: bool = True,
     started_at: float | None = None,
 ) -> Trajectory:
-    """A trajectory, finished where the log says so and its last turn calls no tool. Values that no trajectory can have
-    are refused by the place of their entry."""
+    """A trajectory, finished if the log says so and its last turn calls no tool. Impossible values are refused with the
+    place of their entry."""
     turns = tuple(turns)
     try:
         return Trajectory(
@@ -85,7 +83,8 @@ def request(
 
 
 def arrival_of(entry: LogEntry, field: str, reading: LogReading, unit: float = 1.0) -> float | None:
-    """Seconds at which a request came, in a log that counts them in `unit` seconds; None, and a remark, without."""
+    """Seconds at which a request arrived, in a log that counts them in `unit` seconds; without them None, and a
+    remark."""
     if field in entry:
         return entry.number_of(field) * unit
     reading.remarks["requests without a time of arrival"] += 1
@@ -93,7 +92,7 @@ def arrival_of(entry: LogEntry, field: str, reading: LogReading, unit: float = 1
 
 
 def ended(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """The turns of an episode that is over: no turn reads what the last tool returned."""
+    """The turns of an ended episode: no turn reads the last tool's return."""
     *before, last = turns
     return (*before, Turn(last.generated_tokens, None, None, 0, None, last.context_tokens))
 

@@ -45,8 +45,8 @@ def _sample(sample: LogEntry, task: str, reading: LogReading) -> Trajectory:
 
 
 def _counted(found: Chat, events: Sequence[LogEntry], reading: LogReading) -> Chat:
-    """The turns with what their events recorded: tokens of the calls in their order, and the seconds of the tools that
-    ran between a call and the next one."""
+    """The turns with the values of their events: tokens of the calls in their order, and the seconds of the tools that
+    ran between two calls."""
     calls = [at for at, event in enumerate(events) if event.fields.get("event") == "model" and _usage(event)]
     missing = len(found.turns) - len(calls)
     if missing > 0:
@@ -78,7 +78,7 @@ def _usage(event: LogEntry) -> bool:
 
 
 def _tokens(event: LogEntry) -> tuple[int, int]:
-    """Tokens of the prompt, cached ones among them, and of the answer."""
+    """Tokens of the prompt, including cached ones, and of the answer."""
     usage = event.entry("output").entry("usage")
     cached = ("input_tokens_cache_read", "input_tokens_cache_write")
     prompt = usage.tokens("input_tokens") + sum(usage.tokens(name) for name in cached if name in usage)
@@ -86,7 +86,7 @@ def _tokens(event: LogEntry) -> tuple[int, int]:
 
 
 def _seconds(turn: Turn, following: Sequence[LogEntry]) -> float | None:
-    """Seconds of the tools that run before the next call, one after the other."""
+    """Seconds of the tools that run before the next call, in sequence."""
     if turn.tool is None:
         return None
     until = takewhile(lambda event: event.fields.get("event") != "model", following)

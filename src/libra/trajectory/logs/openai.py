@@ -1,4 +1,5 @@
-"""Chat logs: `messages` of an episode a line, in OpenAI's or Anthropic's form, with `usage` of the last call or not."""
+"""Chat logs: `messages` of an episode a line, in OpenAI's or Anthropic's form, optionally with `usage` of the last
+call."""
 
 from __future__ import annotations
 

@@ -34,10 +34,9 @@ class DamagedLineError(TrajectoryFormatError):
 
 
 def log_entries(path: Path | str) -> Iterator[LogEntry]:
-    """The entries of a file, `.gz` unpacked, or of all files of a folder, in the order of their names and numbers.
-
-    There is none where a file is empty or of no known kind. Raises `TrajectoryFormatError` where it is damaged,
-    `OSError` where it cannot be opened."""
+    """The entries of a file, `.gz` unpacked, or of all files of a folder, in the order of their names and numbers. An
+    empty file, or one of an unknown kind, has none. Raises `TrajectoryFormatError` if it is damaged, `OSError` if it
+    cannot be opened."""
     if Path(path).is_dir():
         files = sorted((it for it in Path(path).iterdir() if it.is_file()), key=_by_numbers)
         entries = chain.from_iterable(map(log_entries, files))
@@ -57,7 +56,7 @@ def log_entries(path: Path | str) -> Iterator[LogEntry]:
 
 
 def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """Sorts `2.jsonl` before `10.jsonl`, as frameworks number a file a step."""
+    """Sorts `2.jsonl` before `10.jsonl`, for frameworks that write one file a step."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
 
 
@@ -136,7 +135,7 @@ def _csv(path: Path | str, first: bytes, rest: Iterable[bytes]) -> Iterator[LogE
 
 
 def _value(cell: str) -> int | float | str | None:
-    """A cell as a number where it reads like one; None where it is empty."""
+    """A cell as a number if it reads like one; None if it is empty."""
     cell = cell.strip()
     if not cell or len(cell) > 40:
         return cell or None
@@ -149,7 +148,7 @@ def _value(cell: str) -> int | float | str | None:
 
 
 def _archive(path: Path | str, raw: IO[bytes]) -> Iterator[LogEntry]:
-    """Documents of a ZIP file below `samples/`, by name, each with that of the file `header.json`."""
+    """Documents of a ZIP file below `samples/`, by name, each with the name of `header.json`."""
     try:
         archive = zipfile.ZipFile(raw)
     except _DAMAGED as error:

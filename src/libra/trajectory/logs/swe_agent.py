@@ -43,14 +43,14 @@ def _agreed(found: Chat, info: LogEntry, reading: LogReading) -> tuple[int, tupl
 
 
 def _messages(entry: LogEntry, reading: LogReading) -> Chat:
-    """In mini-swe-agent what follows an answer is what its command printed, under the role of the user."""
+    """In mini-swe-agent the text after an answer is its command's output, under the role of the user."""
     found = chat(entry.entries("messages"), reading)
     turns = (replace(turn, tool="bash") if turn.tool == "user" else turn for turn in found.turns)
     return replace(found, turns=tuple(turns))
 
 
 def _steps(entry: LogEntry, reading: LogReading) -> Chat:
-    """Each step is an answer, the command in it, and what that printed."""
+    """Each step is an answer, the command in it, and its output."""
     turns = []
     for step in entry.entries("trajectory"):
         answer = step.text_or("response", "") or step.text_or("thought", "") + step.text_or("action", "")

@@ -1,7 +1,7 @@
 """Token counts estimated from texts, made to agree with the sums that a log records.
 
-A log that keeps the sum over all calls of an episode, but no single call, fixes that sum exactly: texts decide only how
-it divides among turns.
+A log with the sum over all calls of an episode, but no single call, fixes that sum exactly: texts only decide its
+division among turns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from libra.trajectory.record import Turn
 def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogReading) -> Chat:
     """The chat with `received` generated tokens in all, and contexts of its turns that add up to `sent`.
 
-    Each turn is one call, whose prompt is all before it. None: not recorded. Where a smaller `sent` than the generated
-    tokens alone need was recorded, contexts stay as estimated, with a remark.
+    Each turn is one call, whose prompt is all before it. None: not recorded. If the recorded `sent` is less than the
+    generated tokens alone need, contexts stay as estimated, with a remark.
     """
     if not found.turns:
         return found
@@ -37,7 +37,7 @@ def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogRe
 
 
 def _with_contexts(found: Chat, left: int, later: Sequence[int]) -> Chat:
-    """Prompt and returns that are read `left` times in all, one after the other in `later` calls."""
+    """Prompt and returns that are read `left` times in total, one after another, in `later` calls."""
     *inner, last = found.turns
     times = [len(found.turns), *later[:-1]]
     weights = [found.prompt_tokens, *(turn.returned_tokens for turn in inner)]
@@ -61,10 +61,8 @@ def divided(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def last_call(found: Chat, prompt: int | None, generated: int | None) -> Chat:
-    """The chat whose last call had a prompt of `prompt` tokens and an answer of `generated` (None: not recorded).
-
-    Texts decide how the prompt divides among what came before.
-    """
+    """The chat whose last call had a prompt of `prompt` tokens and an answer of `generated` (None: not recorded). Texts
+    decide the division of the prompt among the earlier parts."""
     if not found.turns:
         return found
     *before, last = found.turns

@@ -44,7 +44,7 @@ def _step(entry: LogEntry) -> int:
 
 
 def _reward(entry: LogEntry, reading: LogReading) -> float | None:
-    """The sum of the columns with numbers that are not TRL's own, one for each reward function."""
+    """The sum of the numeric columns that are not TRL's own, one for each reward function."""
     names = [
         name
         for name, value in entry.fields.items()

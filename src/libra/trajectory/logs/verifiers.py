@@ -1,5 +1,5 @@
 """Rollouts of `verifiers`: `results.jsonl`, a rollout a line, and since 0.4 `traces.jsonl`, an episode with traces a
-line, as prime-rl writes them too."""
+line, as in prime-rl."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _call(trace: LogEntry, call: LogEntry, following: LogEntry) -> ModelCall:
 
 
 def _tool(trace: LogEntry, following: LogEntry) -> str:
-    """The message that a call answers is the parent of its node."""
+    """The message answered by a call is the parent of its node."""
     nodes = trace.entries("nodes")
     at = following.fields.get("node")
     parent = nodes[at].fields.get("parent") if isinstance(at, int) and 0 <= at < len(nodes) else None

@@ -1,4 +1,4 @@
-"""Sessions of coding agents as WEKA publishes them (kv-cache-tester): requests with lengths, times and block hashes."""
+"""Sessions of coding agents published by WEKA (kv-cache-tester): requests with lengths, times and block hashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
 
 
 def _agents(agent: LogEntry, name: str, reading: LogReading) -> Iterator[Trajectory]:
-    """An agent, then the agents that it starts, which are trajectories of their own."""
+    """An agent, then the agents that it starts, which are separate trajectories."""
     requests = agent.entries("requests")
     own = [it for it in requests if it.fields.get("type") != _SUBAGENT]
     if own:
@@ -42,7 +42,7 @@ def _call(request: LogEntry, following: LogEntry | None, reading: LogReading) ->
 
 
 def _pause(request: LogEntry, following: LogEntry, reading: LogReading) -> float | None:
-    """Seconds between an answer and the next request, people's pauses among them."""
+    """Seconds between an answer and the next request, including people's pauses."""
     if "think_time" in following:
         return following.seconds("think_time")
     if "api_time" not in request:
