@@ -31,17 +31,6 @@ def command_line(name: str, about: str | None, *, quick: str | None = None) -> a
     return parser
 
 
-def add_traffic(
-    parser: argparse.ArgumentParser, *, rate: float = 0.5, requests: int | None = None
-) -> argparse.ArgumentParser:
-    """Options of a benchmark that replays recorded requests; `requests` where it takes a number of them."""
-    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
-    parser.add_argument("--rate", type=float, default=rate, help=f"times the rate of the trace (default: {rate:g})")
-    if requests is not None:
-        parser.add_argument("--requests", type=int, default=requests, help=f"that count (default: {requests})")
-    return parser
-
-
 @contextmanager
 def quiet_machine() -> Iterator[None]:
     """Say after a measurement whether other processes had the machine before it."""

@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import math
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,15 +38,15 @@ from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
 from benchmarks.command import command_line
 from benchmarks.rows import Row, report
+from benchmarks.soak.attack.servers import LONGEST, Server, emulate, started
 
 MEDIAN_GOAL, P99_GOAL = 5.0, 25.0  # ms
 _TAIL = 0.99
 _TURNS, _PROMPT, _RETURNED = 3, (300, 900), 100
-_LIMITS = (2_500, 4_500, 16_384)  # of buckets, tokens
+_LIMITS = (2_500, 4_500, LONGEST)  # of buckets, tokens
 _OTHER_FILES = 1000
 _JSON = {"Content-Type": "application/json"}
 _LOOK_SECONDS, _WATCH_SECONDS = 0.01, 0.05
-_LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +59,6 @@ class Size:
 
 
 FULL, QUICK = Size(200, 10_000, (450, 1300), 30.0, 60.0), Size(20, 100, (45, 130), 4.0, 8.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    process: psutil.Process
-    base: str  # of its addresses
 
 
 @dataclass(slots=True)
@@ -162,52 +153,26 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _phase(folder: Path, size: Size, through: bool) -> Load:
-    engines = folder / "engines.yaml"
-    engines.write_text(yaml.safe_dump({"engines": [_engine(size)], "route": "least-loaded"}), encoding="utf-8")
-    with _started("emulate", engines) as (emulator, said):
-        servers = {"emulator": Server(emulator, said["base"])}
+    engine = emulate(folder / "engines.yaml", "--port", 0, count=size.engines, max_num_seqs=128)
+    with started(*engine) as emulator:
+        engines, servers = emulator.said["engines"], {"emulator": emulator}
         if not through:
-            return asyncio.run(_run(size, list(said["engines"].values()), servers, finish=False))
+            return asyncio.run(_run(size, list(engines.values()), servers, finish=False))
         described = [
-            {"name": name, "url": url, "max_model_len": 16384, "bucket": index % len(_LIMITS)}
-            for index, (name, url) in enumerate(said["engines"].items())
+            {"name": name, "url": url, "max_model_len": LONGEST, "bucket": index % len(_LIMITS)}
+            for index, (name, url) in enumerate(engines.items())
         ]
         file = folder / "gateway.yaml"
         content = {"engines": described, "limits": list(_LIMITS), "turn_tokens": size.tokens[1], "route": "cmlfq"}
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
-        with _started("route", file) as (router, address):
-            servers["router"] = Server(router, address["base"])
-            return asyncio.run(_run(size, [address["v1"]], servers, finish=True))
-
-
-def _engine(size: Size) -> dict[str, Any]:
-    return {
-        "name": "a800",
-        "count": size.engines,
-        "model": "Qwen/Qwen3-14B",
-        "gpu": "A800",
-        "profile": "roofline",
-        "max_model_len": 16384,
-        "max_num_seqs": 128,
-    }
-
-
-@contextmanager
-def _started(command: str, file: Path) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
-    process = subprocess.Popen(
-        [*_LIBRA, command, str(file), "--port", "0", "--json"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        yield psutil.Process(process.pid), json.loads(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
+        with started("libra.cli.app", "route", file, "--port", 0, "--json") as router:
+            servers["router"] = router
+            return asyncio.run(_run(size, [router.said["v1"]], servers, finish=True))
 
 
 async def _run(size: Size, addresses: Sequence[str], servers: dict[str, Server], finish: bool) -> Load:
     load = Load(paused={who: [] for who in servers})
-    processes = {who: server.process for who, server in servers.items()} | {"client": psutil.Process()}
+    processes = {who: psutil.Process(it.process.pid) for who, it in servers.items()} | {"client": psutil.Process()}
     async with ClientSession(connector=TCPConnector(limit=0), cookie_jar=DummyCookieJar()) as session:
         client = _Client(session, addresses, load, size.tokens, finish)
         tasks = [
@@ -215,7 +180,7 @@ async def _run(size: Size, addresses: Sequence[str], servers: dict[str, Server],
             for number in range(size.trajectories)
         ]
         tasks.append(asyncio.create_task(client.look()))
-        tasks += [asyncio.create_task(client.watch(who, server.base)) for who, server in servers.items()]
+        tasks += [asyncio.create_task(client.watch(who, server.said["base"])) for who, server in servers.items()]
         await asyncio.sleep(2 * size.ramp)
         before, elsewhere, began = _cpu(processes), _busy(), time.monotonic()
         client.measuring = True

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command import add_traffic, command_line
+from benchmarks.command import command_line
 from benchmarks.rows import Row, at_least, none, report
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule, Slo
@@ -56,7 +56,10 @@ RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = add_traffic(command_line("lending_rules", __doc__)).parse_args(arguments)
+    parser = command_line("lending_rules", __doc__)
+    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
+    parser.add_argument("--rate", type=float, default=0.5, help="times the rate of the trace (default: 0.5)")
+    options = parser.parse_args(arguments)
     report(measured(options.traffic, options.rate), options.json)
     return 0
 

@@ -26,8 +26,7 @@ from benchmarks.command import command_line
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
 from benchmarks.rollout_price_fit import Sample, fit, priced_seconds
 from benchmarks.rollout_price_plan import plan_case
-from benchmarks.rollout_price_simulation import roll_out
-from benchmarks.rollout_price_steps import simulate_steps
+from benchmarks.rollout_price_steps import roll_out, simulate_steps
 from benchmarks.rows import Row, at_most, report
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 from libra.plan.plan import Plan

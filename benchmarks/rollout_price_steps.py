@@ -1,8 +1,8 @@
-"""Steps of a whole post-training run of a case, simulated.
+"""A synchronous rollout of a case, and steps of its whole post-training run, simulated.
 
-Invariant: engines, trainers, staleness and times are the plan's; its router has learned from what the planner has seen,
-and from nothing that is simulated. Training takes what the very lengths of each batch cost. So what differs from the
-price is rollout, overlap, waiting and what the router gets wrong.
+Invariant: the router of the rollout knows every length, so what differs from the price is what the price leaves out.
+That of a run has learned from what the planner has seen, and from nothing that is simulated; engines, trainers,
+staleness and times are the plan's, and training takes what the very lengths of each batch cost.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from benchmarks.evaluation.oracle import Oracle
 from benchmarks.rollout_price_cases import Case
 from benchmarks.rollout_price_plan import taught_router
 from libra.plan.plan import Plan
+from libra.sim.clock import seconds
+from libra.sim.cluster import SimCluster
+from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.training_run.system import System
+from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory
 
 # The first batches, one more than the staleness, all start together. `_PERIODS` times their number of steps are
@@ -57,6 +62,18 @@ class CaseEpisodes:
             replace(trajectory, id=f"{number}/{sample}", prompt_id=str(number), policy_version=version)
             for sample, trajectory in enumerate(drawn)
         )
+
+
+def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> float:
+    """Seconds until the last trajectory of the batch is finished; all begin at once, on empty engines that have their
+    weights."""
+    limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
+    workload = Replay(batch)
+    cluster = SimCluster(planned_engines(plan), workload, Oracle({it.id: it for it in batch}), limits=limits)
+    cluster.run()
+    if workload.completed != len(batch):
+        raise RuntimeError(f"{len(batch) - workload.completed} trajectories did not finish: {workload.unfinished}")
+    return max(seconds(request.finish or 0) for request in cluster.requests)
 
 
 def measured_steps(staleness: int) -> tuple[int, int]:

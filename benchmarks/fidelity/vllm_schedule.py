@@ -92,9 +92,8 @@ def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[St
     rising number, the next step is scheduled: with asynchronous scheduling the one after that. A request that is
     cancelled no later than it arrives is never seen.
 
-    `requests` are read, not written. Raises ValueError for what the scheduler alone cannot answer.
+    `requests` are read, not written.
     """
-    _check(config, requests)
     engine = VllmEngine(config)
     seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
     arrivals = deque(sorted(seen, key=lambda request: (request.arrival, request.number)))
@@ -119,28 +118,6 @@ def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[St
             steps.append(step)
         time += 1 if step.scheduled else 0
     return tuple(steps)
-
-
-def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
-    if config.pipeline_parallel_size != 1:
-        raise ValueError(
-            f"pipeline_parallel_size is {config.pipeline_parallel_size}: steps of a pipeline overlap, which a clock of"
-            " one step at a time does not show; set it to 1"
-        )
-    if len({request.number for request in requests}) != len(requests):
-        raise ValueError("two requests have the same number; number them apart")
-    for request in requests:
-        if not 0 <= request.number < 10**_NUMBER_DIGITS:
-            raise ValueError(f"request {request.number}: number it from 0 to {10**_NUMBER_DIGITS - 1}")
-        if request.arrival < 0:
-            raise ValueError(f"request {request.number} arrives at {request.arrival}; time begins at 0")
-        if request.prompt_tokens < 1 or request.output_tokens < 1:
-            raise ValueError(f"request {request.number}: give its prompt and its output 1 token or more")
-        if request.prompt_tokens >= config.max_model_len:
-            raise ValueError(
-                f"request {request.number}: a prompt of {request.prompt_tokens} tokens leaves none to generate in"
-                f" max_model_len {config.max_model_len}; vLLM refuses it before its scheduler sees it"
-            )
 
 
 class VllmEngine:

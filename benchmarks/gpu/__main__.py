@@ -11,8 +11,11 @@ from pathlib import Path
 
 import benchmarks.gpu
 from benchmarks.command import command_line
+from benchmarks.gpu.calibrated import calibrated
 from benchmarks.gpu.parts import engines, join, train, weights
+from benchmarks.gpu.roles import roles
 from benchmarks.gpu.setting import DRY, Setting, on_gpu
+from benchmarks.gpu.sharded import sharded
 from benchmarks.gpu.whole_run import run
 from benchmarks.rows import Row, report
 from libra.backends.devices import gpu_names, inventory
@@ -24,22 +27,31 @@ PARTS: dict[str, Callable[[Setting, Path], list[Row]]] = {
     "train": train,
     "weights": weights,
     "join": join,
+    "roles": roles,
+    "sharded": sharded,
+    "calibrate": calibrated,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("gpu", benchmarks.gpu.__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all, in this order)")
-    parser.add_argument("--gpu", default="0", metavar="INDEX", help="the GPU, as nvidia-smi counts (default: 0)")
+    parser.add_argument(
+        "--gpu", default="0", metavar="INDEX", help="the GPU, as nvidia-smi counts (default: 0); 0,1 for `sharded`"
+    )
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on CPU slots: whether all commands work")
     options = parser.parse_args(arguments)
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]} is no part: choose from {', '.join(PARTS)}")
     gpus = () if options.dry_run else inventory()
-    if not options.dry_run and options.gpu not in [str(gpu.index) for gpu in gpus]:
-        parser.error(f"GPU {options.gpu} is not there: give one that nvidia-smi lists, or --dry-run")
-    setting = DRY if options.dry_run else on_gpu(options.gpu)
+    asked = options.gpu.split(",")
+    missing = [index for index in asked if index not in [str(gpu.index) for gpu in gpus]]
+    if missing and not options.dry_run:
+        parser.error(f"GPU {missing[0]} is not there: give one that nvidia-smi lists, or --dry-run")
+    if len(asked) > 2:
+        parser.error(f"--gpu {options.gpu}: give one GPU, or two")
+    setting = DRY if options.dry_run else on_gpu(*asked)
     hardware = f"{hardware_name()}, {gpu_names(gpus)}" if gpus else hardware_name()
     date = datetime.now(UTC).date().isoformat()
     print(f"{date}, {hardware}", flush=True)

@@ -8,31 +8,22 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.command import apart
+from benchmarks.gpu.orders import HALF, gap, hire, step, turn, update
+from benchmarks.gpu.plain import plain_rate
 from benchmarks.gpu.setting import Setting, generated, lost, parameters
 from benchmarks.rows import Row, at_least, at_most, none
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import LocalLauncher
-from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece
-from libra.backends.transport.messages import Acknowledged, Ready
-from libra.backends.transport.shared_memory import BUFFERS
-from libra.backends.transport.trainer_messages import (
-    Commit,
-    Publish,
-    Published,
-    Reduced,
-    SaveCheckpoint,
-    Score,
-    Scored,
-    Train,
-    Trained,
-)
+from libra.backends.transport.engine_messages import LoadWeights, Piece
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint
 from libra.backends.vllm.engine_handle import EngineHandle
 
 _UPDATES = 5
 _STATE_BYTES = 16  # a parameter: weights, two moments and a gradient in float32
 _JOINS_AFTER = 3  # steps
-_HALF = 0.45  # of the device, for each of two workers
+_OF_PLAIN = 0.95  # of the tokens a second of vLLM by itself
+_PRODUCT = 8192  # rows and columns of a large product on a GPU
 
 
 def engines(setting: Setting, directory: Path) -> list[Row]:
@@ -44,42 +35,40 @@ async def _engines(setting: Setting, directory: Path) -> list[Row]:
     model = setting.write(directory / "served", setting.model)
     async with setting.launcher(directory / "logs") as launcher:
         await launcher.ready()
-        trainer, ready = await _trainer(setting, launcher, model, "trainer", _HALF)
+        trainer, ready = await hire(setting, launcher, model, "trainer", HALF)
         first = await trainer.ask(Publish(0, 0), Published)
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Acknowledged)
         engine = EngineHandle(await launcher.spawn("engine", 1), lost)
         began = time.monotonic()
-        await engine.start(setting.engine_order(model, ready, engine.link, _HALF))
+        order = setting.engine_order(model, ready, engine.link, HALF)
+        await engine.start(order)
         started = time.monotonic() - began
         await engine.load(LoadWeights(0, 0, first.checksum))
         made: dict[str, list[Piece]] = {f"turn-{number}": [] for number in range(setting.turns)}
         turns = [
-            asyncio.create_task(engine.generate(_turn(name, setting.tokens, number), pieces.append))
+            asyncio.create_task(engine.generate(turn(name, setting.tokens, number), pieces.append))
             for number, (name, pieces) in enumerate(made.items())
         ]
-        loads = [await _update(trainer, engine, setting, version) for version in range(1, _UPDATES + 1)]
+        loads = [await update(trainer, engine, setting, version) for version in range(1, _UPDATES + 1)]
         await asyncio.gather(*turns)
         lengths = [sum(len(piece.tokens) for piece in pieces) for pieces in made.values()]
-        fresh: list[Piece] = []
-        request = _turn("fresh", setting.tokens, 0, salt="fresh")
-        await engine.generate(request, fresh.append)
-        tokens = [token for piece in fresh for token in piece.tokens]
-        scored = await trainer.ask(Score([request.tokens + tokens]), Scored)
-        own = [value for piece in fresh for value in piece.logprobs]
-        wanted = scored.logprobs[0][len(request.tokens) - 1 :]
+        off, versions = await gap(engine, trainer, turn("fresh", setting.tokens, 0, salt="fresh"))
         began = time.monotonic()
-        many = [_turn(f"many-{number}", setting.tokens, number) for number in range(2 * setting.turns)]
+        many = [turn(f"many-{number}", setting.tokens, number) for number in range(2 * setting.turns)]
         await asyncio.gather(*(engine.generate(each, lambda piece: None) for each in many))
         rate = len(many) * setting.tokens / (time.monotonic() - began)
         await asyncio.gather(engine.stop(), trainer.stop())
+    plain = apart(plain_rate, setting, model, order.kv_cache_bytes, len(many))
     case = f"{setting.turns} turns, {_UPDATES} updates"
     return [
         Row(case, "start of an engine", started, "s"),
         none(case, "turns that lack tokens", sum(length != setting.tokens for length in lengths)),
-        none(case, "tokens of the last version that say another", sum(piece.version != _UPDATES for piece in fresh)),
-        at_most(case, "log-prob off the trainer's", _furthest(own, wanted), "", setting.gap),
+        none(case, "tokens of the last version that say another", sum(version != _UPDATES for version in versions)),
+        at_most(case, "log-prob off the trainer's", off, "", setting.gap),
         Row(case, "engine stood still for an update, median", median(loads), "s"),
-        Row(case, f"tokens a second of {2 * setting.turns} turns", rate, "tokens/s"),
+        Row(case, f"tokens a second of {len(many)} turns", rate, "tokens/s"),
+        Row(case, "the same of vLLM by itself", plain, "tokens/s"),
+        at_least(case, "tokens a second / vLLM's", rate / plain, "", _OF_PLAIN if setting.gpu is not None else None),
     ]
 
 
@@ -95,28 +84,45 @@ async def _train(setting: Setting, directory: Path) -> list[Row]:
         await launcher.ready()
         idle = Handle(await launcher.spawn("idle", 1), lost)
         before = setting.memory_used(idle)
-        trainer, _ = await _trainer(setting, launcher, model, "trainer", 1.0)
+        trainer, _ = await hire(setting, launcher, model, "trainer", 1.0)
         steps, exchanged, published = [], [], []
         for version in range(1, 4):
-            began = time.monotonic()
-            order = Train(version, samples, len(samples), generated(samples), 600.0)
-            await trainer.ask(order, Reduced)
-            done = await trainer.ask(Commit(version, version % BUFFERS), Trained)
-            steps.append(time.monotonic() - began)
+            done, seconds = await step(trainer, setting, version)
+            steps.append(seconds)
             exchanged.append(done.gradient_norm)
             published.append(done.publish_seconds)
         used = setting.memory_used(trainer) - (before if setting.gpu is not None else 0)
         await trainer.stop()
         idle.close()
     tokens, size = sum(len(sample.tokens) for sample in samples), parameters(model)
+    flops = 6 * size * tokens / min(steps)
     case = f"{size / 1e9:.3g} B parameters, {tokens} tokens a step"
     return [
         Row(case, "step, the best", min(steps), "s"),
-        Row(case, "training", 6 * size * tokens / min(steps) / 1e12, "TFLOP/s"),
+        Row(case, "training", flops / 1e12, "TFLOP/s"),
+        Row(case, "training / a large product's FLOP/s (MFU)", flops / apart(product_flops, setting), ""),
         Row(case, "publication, the best", min(published), "s"),
         none(case, "norms of gradients that are no number above 0", sum(not norm > 0 for norm in exchanged)),
         at_least(case, "memory of the device", used / 2**30, "GiB", _STATE_BYTES * size / 2**30),
     ]
+
+
+def product_flops(setting: Setting) -> float:
+    """FLOP/s of a large matrix product in the arithmetic of training, on the device: the best of a few."""
+    import torch
+
+    on_gpu = setting.gpu is not None
+    device, dtype = (f"cuda:{setting.gpu}", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    torch.set_num_threads(1)  # as a CPU slot has
+    size, seconds = _PRODUCT if on_gpu else _PRODUCT // 16, []
+    one = torch.randn(size, size, device=device, dtype=dtype)
+    for _ in range(10):
+        began = time.monotonic()
+        _ = one @ one
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.monotonic() - began)
+    return 2 * size**3 / min(seconds)
 
 
 def weights(setting: Setting, directory: Path) -> list[Row]:
@@ -169,8 +175,8 @@ async def _join(setting: Setting, directory: Path) -> list[Row]:
     model, samples = setting.write(directory / "joined", setting.model), setting.samples()
     async with setting.launcher(directory / "logs") as launcher:
         await launcher.ready()
-        core, _ = await _trainer(setting, launcher, model, "core-0", _HALF)
-        follower, _ = await _trainer(setting, launcher, model, "hybrid-0", _HALF)
+        core, _ = await hire(setting, launcher, model, "core-0", HALF)
+        follower, _ = await hire(setting, launcher, model, "hybrid-0", HALF)
         trainers = Trainers(core, lambda replica: launcher.kill(replica.link))
         version, replicas, began = 0, 1, 0.0
         joining: asyncio.Task[float] | None = None
@@ -191,26 +197,3 @@ async def _join(setting: Setting, directory: Path) -> list[Row]:
         Row(case, "a step waited for it", held, "s"),
         at_least(case, "replicas of the last step", replicas, "", 2),
     ]
-
-
-async def _trainer(
-    setting: Setting, launcher: LocalLauncher, model: Path, name: str, share: float
-) -> tuple[Handle, Ready]:
-    trainer = Handle(await launcher.spawn(name, 0), lost)
-    return trainer, await trainer.start(setting.train_order(model, trainer.link, share))
-
-
-async def _update(trainer: Handle, engine: EngineHandle, setting: Setting, version: int) -> float:
-    samples = setting.samples()
-    await trainer.ask(Train(version, samples, len(samples), generated(samples), 600.0), Reduced)
-    done = await trainer.ask(Commit(version, version % BUFFERS), Trained)
-    return await engine.load(LoadWeights(version, version % BUFFERS, done.checksum))
-
-
-def _turn(name: str, tokens: int, number: int, salt: str | None = None) -> Generate:
-    prompt = [4 + (number + 3 * place) % 8 for place in range(16)]
-    return Generate(name, prompt, tokens, 1.0, -1, 0, salt=salt)
-
-
-def _furthest(own: list[float], wanted: list[float]) -> float:
-    return max(abs(one - other) for one, other in zip(own, wanted, strict=True))

@@ -35,6 +35,7 @@ class Setting:
     batch: tuple[int, int]  # samples of a step, and tokens of each
     buffer: int  # bytes of weights that are copied
     gap: float  # largest distance of an engine's log-probs from the trainer's
+    second: str | None = None  # index of another GPU, among which and the first a model is divided
 
     @property
     def precision(self) -> Precision:
@@ -50,13 +51,21 @@ class Setting:
             (directory / "config.json").write_text(shape.read_text())
         return directory
 
-    def launcher(self, logs: Path) -> AbstractAsyncContextManager[LocalLauncher]:
-        """Two slots: halves of the GPU, or of two cores."""
-        devices = () if self.gpu is None else (SlotDevice("cuda", (self.gpu,)),) * 2
+    def launcher(self, logs: Path, *, both: bool = False) -> AbstractAsyncContextManager[LocalLauncher]:
+        """Two slots: halves of the GPU, or of two cores; with `both`, the second has both GPUs."""
+        devices: tuple[SlotDevice, ...] = ()
+        if self.gpu is not None:
+            one, two = SlotDevice("cuda", (self.gpu,)), SlotDevice("cuda", (self.gpu, self.second or self.gpu))
+            devices = one, two if both else one
         return LocalLauncher.open(logs, devices)
 
-    def train_order(self, model: Path, link: WorkerLink, share: float) -> StartTrainer:
-        training = TrainingConfig(steps=1, micro_batch_tokens=8 * self.context)
+    def train_order(self, model: Path, link: WorkerLink, share: float, processes: int = 1) -> StartTrainer:
+        training = TrainingConfig(
+            steps=1,
+            micro_batch_tokens=8 * self.context,
+            processes=processes,
+            sharding="none" if processes == 1 else "fsdp2",
+        )
         return start_order(
             model,
             training,
@@ -111,8 +120,8 @@ def _sample(number: int, length: int) -> Sample:
     return Sample(str(number), tokens, own, [-2.5] * length, [0] * length, 1.0 if number % 2 else -1.0)
 
 
-def on_gpu(index: str) -> Setting:
-    return Setting(index, "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", 2048, 32, 512, (16, 2048), 16 << 30, 0.25)
+def on_gpu(index: str, second: str | None = None) -> Setting:
+    return Setting(index, "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", 2048, 32, 512, (16, 2048), 16 << 30, 0.25, second)
 
 
 DRY = Setting(None, "tiny", "tiny", 256, 4, 48, (4, 64), 1 << 20, 1e-3)

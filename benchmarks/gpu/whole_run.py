@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu.setting import Setting
-from benchmarks.rows import Row, at_least, none
+from benchmarks.rows import Row, at_least, at_most, none
 from libra.loop.checkpoint import can_be_resumed
 
 _STEPS, _DRY_STEPS = 40, 6
 _PATIENCE = 300.0  # seconds
+_MEASURED = 180.0  # seconds
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator.yaml"
 
 
@@ -27,7 +29,8 @@ def run(setting: Setting, directory: Path) -> list[Row]:
     path, dry = directory / "run.yaml", setting.gpu is None
     path.write_text(yaml.safe_dump(_config(setting)))
     base = [sys.executable, "-m", "libra.cli.app", "run", str(path), "--directory", str(directory / "runs")]
-    environment = {**os.environ, **({} if dry else {"CUDA_VISIBLE_DEVICES": str(setting.gpu)})}
+    cache = {"XDG_CACHE_HOME": str(directory / "cache")}  # nothing is known of earlier runs
+    environment = {**os.environ, **cache, **({} if dry else {"CUDA_VISIBLE_DEVICES": str(setting.gpu)})}
     began = time.monotonic()
     with open(directory / "first.log", "wb") as log:
         first = subprocess.Popen(base, stdout=log, stderr=log, env=environment)
@@ -49,10 +52,16 @@ def run(setting: Setting, directory: Path) -> list[Row]:
     summary = json.loads(done.stdout)
     steps = _DRY_STEPS if dry else _STEPS
     rewards = summary["evaluations"]
+    measured = re.search(r"measured in ([\d.]+) s", (directory / "first.log").read_text())
+    if measured is None:
+        raise RuntimeError("the run has not said how long it measured engines and trainers")
+    profile = json.loads((made / "profile.json").read_text())
     case = f"calculator, {steps} steps"
     return [
         none(case, "controllers that ended before they were killed", int(not killed)),
         at_least(case, "steps made", summary["steps"], "", steps),
+        at_most(case, "engines and trainers measured in", float(measured[1]), "s", None if dry else _MEASURED),
+        Row(case, "error of the measured prices, held out", profile["heldout_error"], ""),
         Row(case, "accuracy gained", rewards[-1]["sampled_accuracy"] - rewards[0]["sampled_accuracy"], ""),
         Row(case, "the whole", time.monotonic() - began, "s"),
     ]

@@ -5,10 +5,13 @@ Exit status 0, whatever is met: the rows say it. Without the data its cases are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.command import command_line
+from benchmarks.public.case import CaseGroup
 from benchmarks.public.memory import memory_group
+from benchmarks.public.pace import pace_groups
 from benchmarks.public.parameters import parameters_group
 from benchmarks.public.training import training_groups
 from benchmarks.rows import report
@@ -21,9 +24,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the cases that are files")
     given = parser.parse_args()
     groups = training_groups()
-    for folder, read in (("memory", memory_group), ("models", parameters_group)):
+    readers: Mapping[str, Callable[[Path], Sequence[CaseGroup]]] = {
+        "memory": lambda folder: [memory_group(folder)],
+        "throughput": pace_groups,
+        "models": lambda folder: [parameters_group(folder)],
+    }
+    for folder, read in readers.items():
         if (given.data / folder).is_dir():
-            groups.append(read(given.data / folder))
+            groups += read(given.data / folder)
         else:
             print(f"{folder}: skipped, {given.data / folder} is not there")
     report([row for group in groups for row in group.rows()], given.json)

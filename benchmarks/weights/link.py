@@ -12,25 +12,26 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 import psutil
 import torch
 
 from benchmarks.rows import Row
-from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights, WeightsPlace
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.copying import difference
 from libra.backends.weights.grid import Grid
-from libra.lend.weights.follower import FollowerPlace, FollowerWord, FollowWeights
-from libra.lend.weights.node import Address
-from libra.lend.weights.publisher import PublishWeights
+from libra.lend.weights.follower import FollowerPlace
+from libra.lend.weights.processes import WeightsFollower, WeightsPublisher
 
 _NUMBERS = 32 << 20
 _RATE, _DELAY = 6.25e6, 0.02  # 50 Mbit/s: as long for these 67 MB as 10 Gbit/s are for 13 GB
@@ -44,16 +45,20 @@ def measured() -> list[Row]:
 
 
 async def _measured() -> list[Row]:
-    grid, token, weights = Grid(2 * _NUMBERS, "bfloat16"), secrets.token_hex(16), _versions()
+    grid, weights = Grid(2 * _NUMBERS, "bfloat16"), _versions()
     async with contextlib.AsyncExitStack() as stack:
-        publisher = await stack.enter_async_context(_publishing(grid, token))
-        link = await stack.enter_async_context(_link(publisher.address.port))
-        nodes: list[_Follower] = []
-        for way in (publisher.address, Address("127.0.0.1", link.port)):
-            relay = await stack.enter_async_context(_following(grid, token, way))
-            nodes.append(relay)
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        memory = stack.enter_context(_memory(grid))
+        publisher = await WeightsPublisher.open(grid, memory, "127.0.0.1", 0, logs / "publisher.log")
+        stack.push_async_callback(publisher.close)
+        link = await stack.enter_async_context(_link(publisher.place.port))
+        nodes: list[_Node] = []
+        for port in (publisher.place.port, link.port):
+            way = WeightsPlace("127.0.0.1", port, publisher.place.token)
+            nodes.append(await stack.enter_async_context(_following(grid, way, logs / f"{len(nodes)}.log")))
+            way = nodes[-1].place
             for _ in range(_NODES - 1):
-                nodes.append(await stack.enter_async_context(_following(grid, token, relay.address)))
+                nodes.append(await stack.enter_async_context(_following(grid, way, logs / f"{len(nodes)}.log")))
         seconds, crossed, sizes, computed = list[float](), list[int](), list[int](), list[float]()
         last = next(weights)
         for version in range(_VERSIONS + 1):
@@ -61,10 +66,13 @@ async def _measured() -> list[Row]:
             if version:
                 sizes.append(len(difference(last, content)))
             last, before = content, await link.crossed()
-            spent = sum(node.computed() for node in (publisher, *nodes))
-            began = publisher.publish(version, content)
-            seconds.append(await _loaded(nodes, version, content) - began)
-            computed.append(sum(node.computed() for node in (publisher, *nodes)) - spent)
+            spent = sum(_computed(it) for it in (publisher, *nodes))
+            os.pwrite(memory, content.data, version % BUFFERS * grid.size)
+            began = time.monotonic()
+            publisher.tell(LoadWeights(version, version % BUFFERS, zlib.crc32(content.data)))
+            told = await asyncio.gather(*(node.loads(grid, version, content) for node in nodes))
+            seconds.append(max(told) - began)
+            computed.append(sum(_computed(it) for it in (publisher, *nodes)) - spent)
             crossed.append(await link.crossed() - before)
     full, took, least = seconds[0], median(seconds[1:]), grid.size / _RATE
     whole, most = crossed[0] / grid.size, max(each / one for each, one in zip(crossed[1:], sizes, strict=True))
@@ -111,106 +119,59 @@ class _Link:
 
 @contextlib.asynccontextmanager
 async def _link(port: int) -> AsyncIterator[_Link]:
-    command = ("-m", "benchmarks.weights.slow_link", "--to", str(port), "--rate", str(_RATE), "--delay", str(_DELAY))
-    async with _process(*command) as process:
+    pipe, options = asyncio.subprocess.PIPE, ("--to", str(port), "--rate", str(_RATE), "--delay", str(_DELAY))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.weights.slow_link", *options, stdin=pipe, stdout=pipe
+    )
+    try:
         assert process.stdout is not None
         yield _Link(process, json.loads(await process.stdout.readline())["port"])
+    finally:
+        process.kill()
+        await process.wait()
 
 
-class _Node:
-    """A process, and the memory that it shares with its owner, a trainer or engines."""
+class _Node(WeightsFollower):
+    """A follower that others follow, and the memory that it shares with engines."""
 
-    def __init__(self, process: asyncio.subprocess.Process, memory: int, grid: Grid) -> None:
-        self._process, self._memory, self._grid = process, memory, grid
-        self.address: Address
+    memory: int
+    place: WeightsPlace
 
-    async def word(self) -> FollowerPlace | LoadWeights:
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        return msgspec.json.decode(line, type=FollowerWord)  # type: ignore[no-any-return]
-
-    def computed(self) -> float:
-        """Seconds of CPU time so far."""
-        spent = psutil.Process(self._process.pid).cpu_times()
-        return spent.user + spent.system
-
-    def tell(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + b"\n")
-
-
-class _Publisher(_Node):
-    def publish(self, version: int, content: Vector) -> float:
-        """Publish a version as a trainer does; returns the time at which its content was in memory."""
-        buffer = version % BUFFERS
-        os.pwrite(self._memory, content.data, buffer * self._grid.size)
-        order = LoadWeights(version, buffer, zlib.crc32(content.data))
-        began = time.monotonic()
-        self.tell(msgspec.json.encode(order))
-        return began
-
-
-class _Follower(_Node):
-    def check(self, order: FollowerPlace | LoadWeights, version: int, content: Vector) -> None:
-        """Check that the order loads this version, with the published content. Then report it as loaded."""
-        assert isinstance(order, LoadWeights) and order.version == version, order
-        found = os.pread(self._memory, len(content), order.buffer * self._grid.size)
+    async def loads(self, grid: Grid, version: int, content: Vector) -> float:
+        """Time at which its engines may load this version, which is checked; then report it as loaded."""
+        order = await self.next()
+        told = time.monotonic()
+        assert order.version == version, order
+        found = os.pread(self.memory, len(content), order.buffer * grid.size)
         assert zlib.crc32(found) == order.checksum == zlib.crc32(content.data)
-        self.tell(b"loaded")
-
-
-async def _loaded(nodes: list[_Follower], version: int, content: Vector) -> float:
-    """Time at which the last node said that its engines may load this version."""
-    orders = await asyncio.gather(*(node.word() for node in nodes))
-    told = time.monotonic()
-    for node, order in zip(nodes, orders, strict=True):
-        node.check(order, version, content)
-    return told
+        self.loaded()
+        return told
 
 
 @contextlib.asynccontextmanager
-async def _publishing(grid: Grid, token: str) -> AsyncIterator[_Publisher]:
-    async with _sharing(grid, "libra.lend.weights.publisher") as (process, memory):
-        node = _Publisher(process, memory, grid)
-        await _begin(node, PublishWeights(grid, memory, "127.0.0.1", token))
-        yield node
+async def _following(grid: Grid, way: WeightsPlace, log: Path) -> AsyncIterator[_Node]:
+    with _memory(grid) as memory:
+        node = await _Node.open(grid, memory, way, log)
+        assert isinstance(node, _Node)
+        try:
+            word = msgspec.json.decode(await node._read(), type=FollowerPlace)
+            node.memory, node.place = memory, WeightsPlace("127.0.0.1", word.port, way.token)
+            yield node
+        finally:
+            await node.close()
 
 
-@contextlib.asynccontextmanager
-async def _following(grid: Grid, token: str, way: Address) -> AsyncIterator[_Follower]:
-    async with _sharing(grid, "libra.lend.weights.follower") as (process, memory):
-        node = _Follower(process, memory, grid)
-        await _begin(node, FollowWeights(grid, memory, "127.0.0.1", token, [[way]]))
-        yield node
-
-
-async def _begin(node: _Node, order: PublishWeights | FollowWeights) -> None:
-    node.tell(msgspec.json.encode(order))
-    place = await node.word()
-    assert isinstance(place, FollowerPlace)
-    node.address = Address("127.0.0.1", place.port)
-
-
-@contextlib.asynccontextmanager
-async def _sharing(grid: Grid, module: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
+@contextlib.contextmanager
+def _memory(grid: Grid) -> Iterator[int]:
     memory = os.memfd_create("weights", 0)
     os.ftruncate(memory, BUFFERS * grid.size)
     try:
-        async with _process("-m", module, inherited=(memory,)) as process:
-            yield process, memory
+        yield memory
     finally:
         os.close(memory)
 
 
-@contextlib.asynccontextmanager
-async def _process(*command: str, inherited: tuple[int, ...] = ()) -> AsyncIterator[asyncio.subprocess.Process]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdin=pipe, stdout=pipe, pass_fds=inherited
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+def _computed(node: Any) -> float:
+    """Seconds of CPU time so far."""
+    spent = psutil.Process(node._process.pid).cpu_times()
+    return float(spent.user + spent.system)

@@ -79,10 +79,6 @@ class DriftingTasks:
     _tools: _Tools = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; give 0 or more")
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; the drift takes 1 version or more")
         # Derived once, as `group` is called thousands of times.
         object.__setattr__(self, "_prompts", _make_prompts(self.shape, self.seed))
         object.__setattr__(self, "_lengths", _make_lengths(self.shape))
@@ -97,8 +93,6 @@ class DriftingTasks:
         return self.shape.max_context
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        if version < 0:
-            raise ValueError(f"version is {version}; versions are counted from 0")
         prompt = prompt_at(number, self.shape.prompts, self.seed)
         drifted = min(version / self.steps, 1.0)
         generator = generator_of(self.seed, _GROUP, number)

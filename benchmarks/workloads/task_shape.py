@@ -6,16 +6,23 @@ steps are not part of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from libra.trajectory import ToolStatus
 
 _STRICT = ConfigDict(extra="forbid")
 _TOLERANCE = 1e-9  # of a sum of shares
+
+# Checked as a file is read.
+Median = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Sigma = Annotated[float, Field(ge=0, le=10)]  # ten such deviations of an exponent are still a finite number
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +33,12 @@ class LengthClass:
 
     __pydantic_config__ = _STRICT
 
-    median: float  # generated tokens
-    sigma: float
-    turns_median: float
-    turns_sigma: float
-    first_share: float
-    last_share: float
-
-    def __post_init__(self) -> None:
-        _check_median("median", self.median)
-        _check_median("turns_median", self.turns_median)
-        _check_sigma("sigma", self.sigma)
-        _check_sigma("turns_sigma", self.turns_sigma)
-        _check_share("first_share", self.first_share)
-        _check_share("last_share", self.last_share)
+    median: Median  # generated tokens
+    sigma: Sigma
+    turns_median: Median
+    turns_sigma: Sigma
+    first_share: Share
+    last_share: Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +55,12 @@ class ToolOutcome:
 
     tool: str
     status: ToolStatus
-    typical_until: float  # generated tokens
-    share: float
-    returned_median: float
-    returned_sigma: float
-    seconds_median: float
-    seconds_sigma: float
-
-    def __post_init__(self) -> None:
-        _check_median("typical_until", self.typical_until)
-        _check_median("returned_median", self.returned_median)
-        if not 0 < self.seconds_median < math.inf:
-            raise ValueError(f"seconds_median is {self.seconds_median}; set it to more than 0, and finite")
-        _check_sigma("returned_sigma", self.returned_sigma)
-        _check_sigma("seconds_sigma", self.seconds_sigma)
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share}; it is a probability: more than 0, 1 at most")
+    typical_until: Median  # generated tokens
+    share: Annotated[float, Field(gt=0, le=1)]
+    returned_median: Median
+    returned_sigma: Sigma
+    seconds_median: Positive
+    seconds_sigma: Sigma
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,54 +75,32 @@ class TaskShape:
     __pydantic_config__ = _STRICT
 
     tasks: tuple[str, ...]
-    prompts: int  # in the data set
-    task_share: float
-    prompt_share: float
-    prompt_median: float  # tokens; a prompt has exp(N(log `prompt_median`, `prompt_sigma`^2)) of them
-    prompt_sigma: float
-    prompt_correlation: float  # of the log of a prompt's tokens with its difficulty
+    prompts: Count  # in the data set
+    task_share: Share
+    prompt_share: Share
+    prompt_median: Median  # tokens; a prompt has exp(N(log `prompt_median`, `prompt_sigma`^2)) of them
+    prompt_sigma: Sigma
+    prompt_correlation: Annotated[float, Field(ge=-1, le=1)]  # of the log of a prompt's tokens with its difficulty
     lengths: tuple[LengthClass, ...]
-    growth: float  # factor on the generated tokens of every class over the whole drift, geometric in between
-    max_turns: int
-    turn_sigma: float  # turns of a trajectory generate shares of its tokens that are lognormal before they are scaled
+    growth: Positive  # factor on the generated tokens of every class over the whole drift, geometric in between
+    max_turns: Count
+    turn_sigma: Sigma  # turns of a trajectory generate shares of its tokens that are lognormal before they are scaled
     tools: tuple[ToolOutcome, ...]
-    returned_limit: int  # tokens; a longer return is cut
-    seconds_limit: float  # a tool that takes longer is stopped
-    tool_signal: float  # probability that a tool return is typical of what remains; else it is any of them
-    samples_per_prompt: int
-    max_context: int  # tokens
+    returned_limit: Count  # tokens; a longer return is cut
+    seconds_limit: Positive  # a tool that takes longer is stopped
+    tool_signal: Share  # probability that a tool return is typical of what remains; else it is any of them
+    samples_per_prompt: Count
+    max_context: Annotated[int, Field(ge=2)]  # tokens
 
     def __post_init__(self) -> None:
         if not self.tasks or not self.lengths or not self.tools:
             raise ValueError("tasks, lengths and tools must each have one entry or more")
-        for field, whole, least in (
-            ("prompts", self.prompts, 1),
-            ("max_turns", self.max_turns, 1),
-            ("returned_limit", self.returned_limit, 1),
-            ("samples_per_prompt", self.samples_per_prompt, 1),
-            ("max_context", self.max_context, 2),
-        ):
-            if whole < least:
-                raise ValueError(f"{field} is {whole}; give {least} or more")
-        for field, share in (
-            ("task_share", self.task_share),
-            ("prompt_share", self.prompt_share),
-            ("task_share + prompt_share", self.task_share + self.prompt_share),
-            ("tool_signal", self.tool_signal),
-        ):
-            _check_share(field, share)
+        if self.task_share + self.prompt_share > 1:
+            raise ValueError("task_share and prompt_share are more than 1 together; they are parts of one variance")
         if self.task_share > 0 and len(self.tasks) == 1:
             raise ValueError(
                 "task_share is above 0, but one task differs from no other: name more tasks, or set it to 0"
             )
-        if not -1 <= self.prompt_correlation <= 1:
-            raise ValueError(f"prompt_correlation is {self.prompt_correlation}; give one from -1 to 1")
-        _check_median("prompt_median", self.prompt_median)
-        _check_sigma("prompt_sigma", self.prompt_sigma)
-        _check_sigma("turn_sigma", self.turn_sigma)
-        for field, number in (("growth", self.growth), ("seconds_limit", self.seconds_limit)):
-            if not 0 < number < math.inf:
-                raise ValueError(f"{field} is {number}; set it to more than 0, and finite")
         _check_sum("first_share of lengths", (each.first_share for each in self.lengths))
         _check_sum("last_share of lengths", (each.last_share for each in self.lengths))
         _check_sum("share of tools", (each.share for each in self.tools))
@@ -141,22 +108,6 @@ class TaskShape:
     def class_shares(self, progress: float) -> tuple[float, ...]:
         """Share of each class at this point of the drift, 0 to 1: on the straight line between its two ends."""
         return tuple(each.first_share + (each.last_share - each.first_share) * progress for each in self.lengths)
-
-
-def _check_median(field: str, value: float) -> None:
-    if not 1 <= value < math.inf:
-        raise ValueError(f"{field} is {value}; set it to 1 or more, and finite")
-
-
-def _check_sigma(field: str, value: float) -> None:
-    # Ten such deviations of an exponent are still a finite number.
-    if not 0 <= value <= 10:
-        raise ValueError(f"{field} is {value}; set it from 0 to 10")
-
-
-def _check_share(field: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{field} is {value}; it is a probability: 0 to 1")
 
 
 def _check_sum(field: str, shares: Iterable[float]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import date
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -66,6 +69,59 @@ def test_rates_are_work_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calibration.bandwidth.median / (size * 64 * 128)
     assert calibration.linear_flops.median == pytest.approx(calls * 2 * 16 * 64 * 64)
     assert calibration.cache_bandwidth.median == pytest.approx(calls * size * 2 * 2 * 32 * 2 * 16)
+
+
+class OnCpu(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    """What is to be on a GPU is on the CPU instead."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if "device" in given and torch.device(given["device"] or "cpu").type == "cuda":
+            given["device"] = "cpu"
+        return function(*args, **given)
+
+
+class Graph:
+    """Stands in for a captured graph, and counts."""
+
+    captured = replayed = 0
+
+    def replay(self) -> None:
+        Graph.replayed += 1
+
+
+@contextmanager
+def capture(graph: Graph) -> Iterator[None]:
+    Graph.captured += 1
+    yield
+
+
+def test_the_calls_of_a_gpu_are_those_of_a_cpu_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which every run takes a second, with CUDA left out: rates are made of the same work."""
+    ticks, waited = itertools.count(), list[torch.device]()
+    monkeypatch.setattr(libra.backends.calibration, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    on_cpu = calibrate_device("cpu", TINY)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "get_device_capability": lambda: (9, 0),
+        "get_device_name": lambda device: f"made {device}",
+        "synchronize": waited.append,
+        "Stream": lambda device: stream,
+        "current_stream": lambda device: stream,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": capture,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with OnCpu():
+        found = calibrate_device("cuda", TINY)
+    assert (found.device, found.dtype) == ("made cuda", "bfloat16")
+    assert Graph.captured == len(TINY.products) + 6 and Graph.replayed > 3 * Graph.captured
+    assert len(waited) > 2 * Graph.replayed  # before and after each run, those of training too
+    for rate in ("linear_flops", "attention_flops", "linear_launch", "attention_launch", "decode_launch"):
+        assert getattr(found, rate) == getattr(on_cpu, rate)
+    assert (found.training_flops, found.training_parameters) == (on_cpu.training_flops, on_cpu.training_parameters)
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:99", "cpu:0"])

@@ -80,6 +80,13 @@ def test_bytes_of_a_trained_parameter(dtype: Dtype, optimiser: Optimiser) -> Non
     assert held.total == total
 
 
+def test_offloaded_states_are_not_on_devices() -> None:
+    kept, away = (Recipe(**given(offload_optimiser=value)).training_bytes for value in (False, True))
+    assert away == replace(kept, offloaded=True)
+    assert (kept.total, kept.on_devices, away.total, away.on_devices) == (16, 16, 16, 4)
+    assert "offload_optimiser" not in Recipe(**given()).model_dump()
+
+
 def test_fp8_is_stored_as_bf16_beside_copies() -> None:
     narrow, wide = (Recipe(**given(dtype=dtype)).training_bytes for dtype in ("fp8", "bf16"))
     assert narrow == replace(wide, copies=2) and narrow.total == wide.total
@@ -105,11 +112,6 @@ REFUSED: list[tuple[str, object, str]] = [
     ("reference", given(reference="yes"), "reference: Input should be 'none', 'resident' or 'offloaded'"),
     ("type", given(dtype="bfloat16"), "dtype: Input should be 'bf16', 'fp16', 'fp32' or 'fp8'"),
     ("eager in fp8", given(dtype="fp8", execution="eager"), "dtype is fp8, but eager modules multiply in 16 bits: set"),
-    (
-        "no file says fp8",
-        given(dtype="fp8", framework="slime"),
-        "dtype is fp8, but no file for slime says so: set dtype",
-    ),
     ("engines in fp32", given(dtype="fp32"), "dtype is fp32, but engines are priced in 8 or 16 bits: set rollout"),
     ("rollout type", given(rollout_dtype="int4"), "rollout_dtype: Input should be 'bf16', 'fp8', 'awq', "),
     ("KV type", given(kv_cache_dtype="fp4"), "kv_cache_dtype: Input should be 'auto', 'bfloat16', 'fp8', "),

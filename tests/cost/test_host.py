@@ -8,7 +8,7 @@ import pytest
 
 from libra.cost.graphs import CudagraphMode, capture_sizes, graph_of, padded
 from libra.cost.grid import EngineGrid, EngineProfile
-from libra.cost.host import NO_HOST, HostCost, default_host
+from libra.cost.host import NAMED_HOSTS, NO_HOST, HostCost, default_host, named_host
 from libra.cost.kernels import NO_TERMS, KernelTerms, default_terms
 
 GRID = EngineGrid(1, (1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)), (1, 2), (0, 1), ((1.0, 1.0), (2.0, 2.0)))
@@ -96,3 +96,11 @@ def test_a_profile_says_where_both_of_its_parts_are_from() -> None:
     assert priced.beside(NO_HOST, NO_TERMS).digest == PROFILE.digest
     with pytest.raises(ValueError, match="differ in terms or host"):
         replace(PROFILE, engines=(GRID, replace(GRID, tp=2, host=default_host(2))))
+
+
+def test_a_named_host_is_the_default_one_with_other_seconds() -> None:
+    assert named_host("default", 36) == default_host(36)
+    assert set(NAMED_HOSTS) == {"default", "fast"}
+    fast, usual = named_host("fast", 36), default_host(36)
+    assert fast == replace(usual.slowed(0.7), source="fast: 0.7 of the default host's seconds")
+    assert fast.eager == pytest.approx(0.7 * usual.eager) and fast.overlapped == usual.overlapped

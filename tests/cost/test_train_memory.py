@@ -168,6 +168,17 @@ def test_fp8_keeps_copies_of_the_weights_that_a_device_has(sharding: Sharding) -
     assert (more["weights"], more["workspace"]) == pytest.approx(wanted, rel=1e-3) and not more["activations"]
 
 
+@pytest.mark.parametrize("sharding", SHARDING)
+def test_offloaded_states_take_no_memory_of_a_device(sharding: Sharding) -> None:
+    at = layout(dp=8, sharding=sharding)
+    kept, away = (
+        training_memory(QWEN3_14B, at, 8192, 80e9, replace(ADAMW, offloaded=offloaded), "none")
+        for offloaded in (False, True)
+    )
+    assert kept.optimiser == pytest.approx(12 * QWEN3_14B.parameters / 8, rel=1e-3)
+    assert away == replace(kept, optimiser=0.0)
+
+
 def test_the_margin_is_stated() -> None:
     assert memory(layout(8), gpu=50e9).margin == CONTEXT + FRAGMENTATION * 50e9
 

@@ -166,6 +166,20 @@ def test_fp8_by_hand() -> None:
     assert uncast.compute - narrow.compute == pytest.approx(head / 5e13 - head / 2e14)
 
 
+@pytest.mark.parametrize("devices", [2, 16])
+def test_an_update_on_the_host_by_hand(devices: int) -> None:
+    """Gradients go to the host and weights come back; the processors of a node of eight update the parts of all."""
+    at = work()
+    steps = [
+        train_step(replace(at, state=replace(ADAMW, offloaded=offloaded)), replace(FULL_SHARDING, dp=devices))
+        for offloaded in (False, True)
+    ]
+    own = QWEN3_14B.parameters / devices
+    wanted = own * (2 + 2) / 25e9 + own * min(devices, 8) * 2.57 / 10e9
+    assert steps[1].optimiser == pytest.approx(wanted, rel=1e-3)
+    assert steps[1].total - steps[1].optimiser == pytest.approx(steps[0].total - steps[0].optimiser)
+
+
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("full", 4)])
 def test_no_device_undercuts_the_host_in_a_layer_with_experts(recompute: Recompute, passes: int) -> None:
     """Small micro-batches take the host's time for every layer of every pass; large ones the device's."""

@@ -40,6 +40,20 @@ def plan_for(name: str | None, **changes: object) -> Plan:
     return Planner(CLUSTER, QWEN_14B, recipe_for(name, **changes)).plan(CLASSES)
 
 
+def test_training_on_the_only_node_keeps_to_its_own_gpus() -> None:
+    single = Cluster((replace(A800, count=1),))
+    for plan in (Planner(single, QWEN_14B, recipe_for("trl")).plan(CLASSES), plan_for("trl")):
+        made = export(plan, "trl")
+        accelerate, _ = files(made.text)
+        if made.split.nodes > 1:
+            assert "gpu_ids" not in accelerate
+            continue
+        train = set(accelerate["gpu_ids"].split(","))
+        generate = {gpu for line in served(made.text) for gpu in line["gpus"].split(",")}
+        assert len(train) == accelerate["num_processes"] and train | generate <= set("01234567")
+        assert not train & generate
+
+
 def test_every_framework_of_the_table_has_a_writer() -> None:
     assert set(EMITTERS) == set(FRAMEWORKS)
 
@@ -52,6 +66,13 @@ def test_the_text_of_a_plan(name: str) -> None:
     if not path.exists():
         path.write_text(made.text, encoding="utf-8")
     assert made.text == path.read_text(encoding="utf-8")
+
+
+def test_states_on_the_host_are_written_or_told() -> None:
+    texts = {name: export(plan_for(name, offload_optimiser=True), name).text for name in ("slime", "prime-rl", "verl")}
+    assert "--optimizer-cpu-offload" in texts["slime"] and "optim_cpu_offload = true" in texts["prime-rl"]
+    told = {name: "this does not say: offload_optimiser True" in text for name, text in texts.items()}
+    assert told == {"slime": False, "prime-rl": False, "verl": True}
 
 
 def settings(text: str) -> dict[str, str]:

@@ -224,7 +224,7 @@ class MadeLauncher:
         ours, theirs = socket.socketpair()
         worker = self.workers[name] = MadeWorker(FarEnd(theirs), self._speak)
         worker.instead = self.prepared.pop(name, {})
-        link = WorkerLink(name, NO_PROCESS, await ControllerChannel.open(ours), (0,), 0, device=self.device)
+        link = WorkerLink(name, NO_PROCESS, await ControllerChannel.open(ours), (0, 1, 2), 0, device=self.device)
         self._by_link[link] = worker
         return link
 

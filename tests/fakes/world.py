@@ -75,7 +75,7 @@ class Slots:
     def declare_dead(self) -> None: ...
     async def stop(self) -> None: ...
 
-    async def free(self, worker: str, duty: Duty) -> None:
+    async def free(self, worker: str, duty: Duty, then: Duty) -> None:
         assert self.in_service.pop(worker) == duty
         if duty.role is Role.ROLLOUT:
             assert self.fleet.remove(worker) is not None

@@ -17,21 +17,27 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_every_command_works_without_a_gpu(tmp_path: Path) -> None:
     found = tmp_path / "rows.jsonl"
-    parts = ["engines", "train", "weights", "join"]  # `run` is what tests of small runs do
+    parts = ["engines", "train", "weights", "join", "roles", "sharded"]  # tests of small runs do what the others do
     done = subprocess.run(
         [*COMMAND, "--dry-run", *parts, "--json", str(found)], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = [json.loads(line) for line in found.read_text().splitlines()]
     judged = [row for row in rows if row["goal"] is not None]
-    assert len(judged) == 6 and all(row["met"] for row in judged)
+    assert len(judged) == 10 and all(row["met"] for row in judged)
 
 
 def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.gpu.__main__ import main
 
     monkeypatch.setattr("benchmarks.gpu.__main__.inventory", lambda: ())
-    for arguments, message in (["--gpu", "3"], "GPU 3 is not there"), (["--dry-run", "engine"], "engine is no part"):
+    monkeypatch.setattr("benchmarks.gpu.__main__.PARTS", {"engines": lambda *_: pytest.fail("it was begun")})
+    for arguments, message in (
+        (["--gpu", "3"], "GPU 3 is not there"),
+        (["--gpu", "0,3"], "GPU 0 is not there"),
+        (["--dry-run", "--gpu", "0,1,2"], "give one GPU, or two"),
+        (["--dry-run", "engine"], "engine is no part"),
+    ):
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err

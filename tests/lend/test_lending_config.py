@@ -27,6 +27,12 @@ def write(directory: Path, lending: dict[str, Any], engines: int = 0) -> Path:
     return path
 
 
+@pytest.mark.parametrize("name", ["borrow", "lent"])
+def test_the_examples_are_complete(name: str) -> None:
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    assert config.name == name and config.lent_devices > 0
+
+
 BAD = [
     ("servers without engines", LENDING, "start.buckets has 0 engines of shape lent, and 1"),
     (

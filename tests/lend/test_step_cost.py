@@ -30,21 +30,6 @@ def learnt(steps: int, missed: float = 0.01) -> StepCost:
     return cost
 
 
-def test_a_fit_times_its_understatement_is_as_long_as_the_steps_in_sum() -> None:
-    rng, cost, taken, seen = random.Random(2), StepCost(0.01), 0.0, []
-    with pytest.raises(ValueError, match="nothing is predicted"):
-        _ = cost.understatement
-    for _ in range(300):
-        shape = shapes(rng)
-        seen.append(shape)
-        one = seconds(shape, rng.choice([1.0, 1.0, 1.0, 3.0]))  # some are slow, and weigh little in a relative fit
-        taken += one
-        cost.observe(shape, one)
-    predicted = sum(cost.predicted(shape) or 0.0 for shape in seen)
-    assert cost.understatement > 1.05
-    assert cost.understatement * predicted == pytest.approx(taken)
-
-
 def test_nothing_is_bounded_before_enough_steps_were_seen_and_few_exceed_the_bound_then() -> None:
     assert learnt(98).bound(StepShape(1, 0, 10)) is None
     cost, rng = learnt(200), random.Random(1)

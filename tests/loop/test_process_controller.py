@@ -14,6 +14,7 @@ from fakes.scripted import FirstInstance, Told
 from fakes.small_run import CONFIG, FIRST
 from fakes.workers import MadeLauncher, MadeWorker
 
+from libra.backends.devices import SlotDevice
 from libra.backends.grpo.membership import STANDARD
 from libra.backends.grpo.trainers import DivergedError
 from libra.backends.launch.fork_server import ForkError
@@ -38,6 +39,7 @@ from libra.backends.transport.trainer_messages import (
     Publish,
     Published,
     SaveCheckpoint,
+    StartTrainer,
     StateDigest,
     StatePlace,
 )
@@ -235,6 +237,29 @@ async def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are
     saving = asyncio.create_task(made.executor.processes.trainers.ask_core(Publish(4, 0), Published))
     hold.set()
     assert await saving == Published(4, 7)
+
+
+@pytest.mark.parametrize("gpus", [(), ("0",), ("0", "1")])
+async def test_workers_are_started_as_their_devices_are(tmp_path: Path, gpus: tuple[str, ...]) -> None:
+    """On GPUs nobody is paced or kept on one core, KV is computed again, and the bytes of it are those of one GPU."""
+    made = Made(tmp_path)
+    if gpus:
+        made.launcher.device = SlotDevice("cuda", gpus)
+    try:
+        await made.executor.start(FIRST)
+        engine, trainer = (made.launcher.workers[name].orders[0] for name in ("rollout-0", "core-0"))
+    finally:
+        await made.executor.stop()
+        made.journal.close()
+    assert isinstance(engine, StartEngine) and isinstance(trainer, StartTrainer)
+    on_gpu, shape = bool(gpus), CONFIG.engines["long"]
+    assert engine.device == trainer.device == ("cuda" if on_gpu else "cpu")
+    assert (engine.gpus, engine.kv_cache_bytes) == (max(1, len(gpus)), shape.kv_tokens * 16 // max(1, len(gpus)))
+    assert (engine.share, engine.memory) == ((1.0, 0.45) if on_gpu else (0.45, 1.0))
+    assert (trainer.share, trainer.memory) == ((1.0, 0.45) if on_gpu else (0.45, 1.0))
+    assert engine.cores == trainer.cores == ((0, 1, 2) if on_gpu else (0,))
+    assert engine.graphs == engine.asynchronous == trainer.hashed == on_gpu
+    assert engine.kv is None
 
 
 async def test_a_worker_changes_sides_and_its_old_process_is_gone_first(made: Made) -> None:

@@ -114,6 +114,15 @@ async def test_one_that_cannot_wake_is_started_again(tmp_path: Path, answer: Any
                 await asyncio.sleep(0)
 
 
+async def test_one_that_is_to_start_again_does_not_sleep(tmp_path: Path) -> None:
+    """A restart is measured as what a first start costs."""
+    async with session(tmp_path) as made:
+        engine = await made.engine_in_hybrid()
+        await made.executor.restart("hybrid-0")
+        assert engine.gone.is_set() and kinds(engine)[-1] is Stop
+        assert kinds(made.launcher.workers["hybrid-0"]) == [StartEngine, LoadWeights]
+
+
 async def test_another_shape_takes_the_place_of_one_that_sleeps(tmp_path: Path) -> None:
     async with session(tmp_path) as made:
         engine = await made.engine_in_hybrid()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra.records.files import DiskError, LineFile, drop_partial_line, whole_lines, writing
+from libra.records.files import DiskError, LineFile, drop_partial_line, whole_lines, write_whole, writing
 
 LINES = [b"one", b"", b"a longer third line", b"four"]
 WHOLE = b"".join(line + b"\n" for line in LINES)
@@ -102,6 +102,16 @@ def test_what_does_not_fit_leaves_whole_lines_and_the_file_can_be_gone_on_with(t
         said.stdout == f"{path} cannot be written (File too large): raise the limit on the size of files (ulimit -f)\n"
     )
     assert whole_lines(path) == [*(f"line {number:02d}".encode() for number in range(6)), b"there is room again"]
+
+
+def test_a_file_is_not_written_through_what_is_there_already(tmp_path: Path) -> None:
+    path, other = tmp_path / "state.json", tmp_path / "other"
+    other.write_bytes(b"precious")
+    for link in (os.symlink, os.link):
+        link(other, tmp_path / "state.json.part")
+        write_whole(path, "mine")
+        assert other.read_bytes() == b"precious" and path.read_bytes() == b"mine" and not path.is_symlink()
+        assert not path.samefile(other)
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

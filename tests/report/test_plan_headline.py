@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from oracles.small_cluster import CLASSES, QWEN_14B, RECIPE
+from oracles.small_cluster import CLASSES, CLUSTER, QWEN_14B, RECIPE
 
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.plan.planner import Planner
@@ -22,3 +22,13 @@ def test_engines_on_several_nodes_are_told_with_what_is_not_measured(memory: flo
     sentences = headline(Planner(cluster, QWEN_14B, RECIPE).plan(CLASSES))
     told = "An engine of small/tp8 is on 4 nodes: its all-reduces cross the network, for which no run was measured."
     assert (told in sentences) == spans == any("all-reduces cross" in each for each in sentences)
+
+
+def test_states_on_the_host_are_told_in_gigabytes() -> None:
+    """12 bytes for each of 14.8 billion parameters, divided evenly among the devices, of which a host has up to 8."""
+    plan = Planner(CLUSTER, QWEN_14B, RECIPE.model_copy(update={"offload_optimiser": True})).plan(CLASSES)
+    assert plan.layout is not None
+    share = min(8, plan.layout.devices) / plan.layout.devices
+    (memory,) = (it for it in headline(plan) if it.startswith("Memory of a GPU"))
+    assert f"Of a trainer's host: {12 * QWEN_14B.parameters * share / 1e9:.0f} GB of optimiser state" in memory
+    assert "host" not in " ".join(headline(Planner(CLUSTER, QWEN_14B, RECIPE).plan(CLASSES)))

@@ -20,7 +20,7 @@ import pytest
 from aiohttp import ClientSession, web
 from serve.stage import emulated
 
-from libra.config.listeners import EMULATOR, GATEWAY, ID_LENGTH, METRICS, TRAJECTORIES, WEIGHTS, HttpLimits
+from libra.config.listeners import EMULATOR, ENGINES, GATEWAY, ID_LENGTH, METRICS, TRAJECTORIES, WEIGHTS, HttpLimits
 from libra.serve.bodies import body_of
 from libra.serve.connections import CONNECTIONS, within_open_files
 from libra.serve.guard import read_token
@@ -313,9 +313,10 @@ def test_the_limits_in_security_md_are_those_in_force() -> None:
     assert most[0].strip() == f"{body}, {GATEWAY.body_bytes >> 20} MiB at most"
     assert most[1].strip() == f"{EMULATOR.body_base >> 20} MiB and the same"
     assert f"{GATEWAY.bodies_bytes >> 30} GiB" in text and f"{GATEWAY.free_bytes >> 10} KiB of each" in text
-    assert f"keeps {WEIGHTS.strangers} connections" in text and f"{WEIGHTS.hello_bytes >> 10} KiB" in text
+    assert f"keeps at most {WEIGHTS.strangers} connections" in text and f"{WEIGHTS.hello_bytes >> 10} KiB" in text
     assert (
         f"{WEIGHTS.hello_chunk_bytes} bytes for each chunk" in text
         and str(ID_LENGTH) in text
         and f"{TRAJECTORIES:,}" in text
+        and f"{ENGINES:,}" in text
     )

@@ -603,23 +603,3 @@ def test_vllm_decides_the_same(vllm_schedule: Callable[..., Any]) -> None:
             preemptions += sum(result.preemptions.values())
             hits += sum(tokens > 0 for step in result.steps for _, tokens in step.cached)
     assert preemptions > 50 and hits > 50  # else the cases are too easy to tell anything
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("changes", "requests", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, [], "pipeline_parallel_size is 2.*set it to 1"),
-        ({}, [Request(1, 0, 1, 1), Request(1, 0, 1, 1)], "number them apart"),
-        ({}, [Request(-1, 0, 1, 1)], "number it from 0"),
-        ({}, [Request(0, -1, 1, 1)], "time begins at 0"),
-        ({}, [Request(0, 0, 0, 1)], "1 token or more"),
-        ({}, [Request(0, 0, 1, 0)], "1 token or more"),
-        ({}, [Request(0, 0, 64, 1)], "leaves none to generate"),
-    ],
-)
-def test_what_vllms_scheduler_alone_cannot_answer_is_refused(
-    vllm_schedule: Callable[..., Any], changes: dict[str, Any], requests: list[Request], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        vllm_schedule(roomy(**changes), requests)

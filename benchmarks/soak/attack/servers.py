@@ -74,10 +74,10 @@ def started(*words: object, files: int | None = None) -> Iterator[Server]:
         server.end()
 
 
-def emulate(file: Path, *options: object) -> tuple[object, ...]:
-    """The words that emulate the engine of `file`, which is written."""
+def emulate(file: Path, *options: object, **more: object) -> tuple[object, ...]:
+    """The words that emulate the engine of `file`, which is written; `more` are its keys."""
     engine = {"name": "e", "model": "Qwen/Qwen3-14B", "gpu": "A800", "profile": "roofline", "max_model_len": LONGEST}
-    content = {"engines": [{**engine, "max_num_seqs": 256}], "route": "least-loaded"}
+    content = {"engines": [{**engine, "max_num_seqs": 256, **more}], "route": "least-loaded"}
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     return ("libra.cli.app", "emulate", file, "--json", *options)
 

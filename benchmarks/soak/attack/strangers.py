@@ -28,7 +28,6 @@ from libra.lend.backend.serving_token import ServingToken
 from libra.lend.weights.wire import Hello, pack
 
 ATTACK = "another user"
-_STRANGER = 65_534
 _READ, _ENDED = "what a stranger read, set or was answered", "processes that a stranger ended"
 _TAKEN = "pages prepared by a stranger that were taken"
 

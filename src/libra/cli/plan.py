@@ -52,7 +52,7 @@ def plan(
         str | None,
         typer.Option(
             "--host",
-            help="Host overhead added to kernel times: default (vLLM's, by layers), none, or a file of a fit.",
+            help="Host overhead added to kernel times: default (vLLM's, by layers), fast, none, or a file of a fit.",
         ),
     ] = None,
     truncate_context: Annotated[

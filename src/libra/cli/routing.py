@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,17 +120,19 @@ def route(
         require("http")
         if page_port is not None:
             require("report")
-        from libra.serve.gateway.span_endpoint import span_endpoint
         from libra.serve.guard import read_token
+        from libra.serve.span_endpoint import span_endpoint
 
         token = None if token_file is None else read_token(token_file)
         with ExitStack() as watching:
             watchers: list[Watcher] = []
             if (collector := span_endpoint(otel, os.environ)) is not None:
                 require("otel")
-                from libra.serve.gateway.span_export import exported_spans
+                from libra.serve.gateway.spans import Spans
+                from libra.serve.span_export import exporting
 
-                watchers.append(watching.enter_context(exported_spans(collector)))
+                tracer = watching.enter_context(exporting(collector, "libra-route"))
+                watchers.append(watching.enter_context(closing(Spans(tracer))))
             asyncio.run(_serve(asked, router, host, port, token, log, watchers, page_port, as_json))
         if state is not None:
             write_whole(state, json.dumps(router.snapshot()))

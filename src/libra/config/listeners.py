@@ -15,6 +15,7 @@ ID_LENGTH = 512  # characters of a name that a client gives and the listener kee
 TRAJECTORIES = 100_000  # in progress at a gateway
 METADATA_BYTES = 65_536  # of the field `metadata` of a body; OpenAI allows 16 pairs of 64 and 512 characters
 SMALL_BODY_BYTES = MEBIBYTE  # of a body that holds no prompt
+ENGINES = 1024  # of a gateway, with those that join
 UNNAMED_SESSIONS = 16_384  # sessions without a name that a gateway tells apart
 UNNAMED_BYTES = 4 * MEBIBYTE  # of a prompt by which it does; a longer one is a session of its own
 

@@ -52,6 +52,7 @@ class TrainingBytes:
     compute: int | None = None  # of a number in matrix products, under autocast; None: as the weights
     trained: float = 1.0  # share of the parameters that have gradients; below 1 they are adapters' beside frozen ones
     copies: float = 0.0  # of weights in the type of the products, on each device that multiplies with them
+    offloaded: bool = False  # whether the optimiser's state is in the host's memory, and updated there
 
     @property
     def product(self) -> int:
@@ -61,6 +62,11 @@ class TrainingBytes:
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.states
+
+    @property
+    def on_devices(self) -> float:
+        """Bytes of these that devices hold between two steps."""
+        return self.total - (self.states if self.offloaded else 0.0)
 
 
 class Recipe(Section):
@@ -85,6 +91,8 @@ class Recipe(Section):
     rollout_dtype: RolloutDtype | None = None
     kv_cache_dtype: KVCacheDtype = "auto"  # of the engines' KV; auto: bf16
     optimiser: Optimiser = "adamw"
+    # Whether the optimiser's state is in the hosts' memory, which update it (Megatron's --optimizer-cpu-offload).
+    offload_optimiser: bool = Field(default=False, strict=True)
     # Rank of low-rank adapters (LoRA), which alone are trained and published; null: all weights are trained.
     lora_rank: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = None
     lora_targets: Literal["all", "attention"] = "all"  # matrices with adapters: all of the layers, or attention's
@@ -124,10 +132,6 @@ class Recipe(Section):
             )
         if self.prefill_decode and not can.pairs:
             raise ValueError(f"prefill_decode is true, but {can.name} has no prefill/decode pairs: leave it out")
-        if self.dtype == "fp8":
-            raise ValueError(
-                f"dtype is fp8, but no file for {can.name} says so: set dtype to bf16, or leave framework out"
-            )
         if can.most_staleness is not None and self.staleness > can.most_staleness:
             raise ValueError(
                 f"staleness is {self.staleness}, but {can.name} bounds it by {can.most_staleness} at most: lower it, or"
@@ -179,6 +183,8 @@ class Recipe(Section):
             written.pop("prefill_decode", None)
         if self.kv_cache_dtype == "auto":
             written.pop("kv_cache_dtype", None)
+        if not self.offload_optimiser:
+            written.pop("offload_optimiser", None)
         if self.lora_rank is None:
             written.pop("lora_rank", None)
         if self.lora_targets == "all":
@@ -218,7 +224,8 @@ class Recipe(Section):
         compute = _BYTES[self.dtype]
         master = 0 if self.dtype == "fp32" else _BYTES["fp32"]
         copies = _FP8_COPIES if self.dtype == "fp8" else 0
-        return TrainingBytes(compute, compute, master + _MOMENTS[self.optimiser], copies=copies)
+        states = master + _MOMENTS[self.optimiser]
+        return TrainingBytes(compute, compute, states, copies=copies, offloaded=self.offload_optimiser)
 
 
 def load_recipe(path: Path | str, overrides: dict[str, Any] | None = None) -> Recipe:

@@ -171,7 +171,7 @@ class TrainingConfig(Section):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
     sharding: Literal["none", "fsdp2"] = "none"  # each process holds the whole model, or a shard of it
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, gt=0, le=2)  # vLLM takes no higher one
     kv_on_update: KVOnUpdate = "keep"
 
     @property
@@ -234,6 +234,7 @@ class RunConfig(Section):
     tracking: Literal["wandb", "trackio", "tensorboard", "mlflow"] | None = (
         None  # experiment tracker beside the records
     )
+    otel: str | None = None  # collector of OpenTelemetry spans; None: that of OTEL_EXPORTER_OTLP_ENDPOINT, if it is set
     lending: Annotated[LendingKeys, OfRoom("lending")] | None = None
 
     @model_validator(mode="after")

@@ -58,6 +58,7 @@ def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:
         compute=whole.compute,
         trained=share,
         copies=whole.copies,
+        offloaded=whole.offloaded,
     )
 
 

@@ -185,7 +185,7 @@ def memory_columns(
     return {
         "weights": weights + copied + towers,
         "gradients": gradients,
-        "optimiser": state.states * divided,
+        "optimiser": np.zeros_like(weights) if state.offloaded else state.states * divided,
         "activations": np.where(first_is_fuller, first, last),
         "logits": np.where(first_is_fuller, 0.0, logits),
         "reference": kept_reference,

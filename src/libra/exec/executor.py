@@ -225,7 +225,7 @@ class Executor(Generic[Processes]):
         if before != IDLE:
             draining = self._become(worker, Role.DRAINING, before.shape)
             self._route()
-            await self.processes.free(worker, before)
+            await self.processes.free(worker, before, after)
             self._require(draining)
             self._become(worker, Role.IDLE)
         joining = self._become(worker, Role.JOINING, after.shape)

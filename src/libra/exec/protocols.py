@@ -50,8 +50,9 @@ class ProcessController(Protocol):
         """Whether the slot is available: its node is not lost."""
         ...
 
-    async def free(self, worker: str, duty: Duty) -> None:
-        """Let a worker finish its work, and end its process."""
+    async def free(self, worker: str, duty: Duty, then: Duty) -> None:
+        """Let a worker finish its work, and end its process. It may stay, out of the way, where it is of use after the
+        worker has done `then`."""
         ...
 
     async def start(self, worker: str, duty: Duty) -> None:

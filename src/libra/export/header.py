@@ -14,6 +14,7 @@ _ASSUMED = (
         "rollout_dtype",
         "kv_cache_dtype",
         "optimiser",
+        "offload_optimiser",
         "lora_rank",
         "lora_targets",
         "reference",

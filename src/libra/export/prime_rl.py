@@ -47,7 +47,7 @@ def _tables(split: DeviceSplit) -> Iterator[tuple[str, Table]]:
     yield "orchestrator.concurrency", {"max_inflight": recipe.concurrency or recipe.batch * (1 + recipe.staleness)}
     trainer: dict[str, object] = {"cp": layout.cp, "ep": layout.ep}
     trainer["reshard_after_forward"] = layout.sharding == "zero3"
-    trainer["optim_cpu_offload"] = False  # prime-rl's default is to offload; the plan keeps states on the GPU
+    trainer["optim_cpu_offload"] = recipe.offload_optimiser  # prime-rl's default is to offload
     trainer["fused_lm_head_token_chunk_size"] = 8192 if layout.chunked_logits else "disabled"
     # Both are on unless they are refused, by the word that prime-rl reads as null.
     trainer |= {"ac_offloading": "None"} | ({"ac": "None"} if layout.recompute == "none" else {})

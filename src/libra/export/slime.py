@@ -63,6 +63,8 @@ def _arguments(split: DeviceSplit, server: _Server) -> Iterator[str]:
     if layout.tp > 1:
         yield "--sequence-parallel"
     yield "--use-distributed-optimizer"
+    if recipe.offload_optimiser:
+        yield "--optimizer-cpu-offload --use-precision-aware-optimizer"
     yield f"--use-dynamic-batch-size --max-tokens-per-gpu {split.micro_tokens_per_gpu}"
     recompute = megatron_recompute(layout)
     if recompute:

@@ -59,6 +59,7 @@ class DeviceSplit:
     layout: ParallelLayout
     family: str  # of the framework's training families; empty where it has none
     engines: tuple[Engines, ...]  # by bucket, then role
+    replicas: tuple[DeviceGroup, ...]  # that train
 
     @property
     def train_gpus(self) -> int:
@@ -138,6 +139,7 @@ def split_of(plan: Plan, framework: Framework) -> DeviceSplit:
         layout,
         "",
         engines,
+        tuple(training),
     )
     _require_expressible(split)
     if framework.families:

@@ -33,11 +33,11 @@ class Emitter:
 
 EMITTERS: Mapping[str, Emitter] = MappingProxyType(
     {
-        "slime": Emitter(slime.emit, "sh"),
-        "miles": Emitter(slime.emit, "sh"),
-        "vime": Emitter(slime.emit, "sh"),
+        "slime": Emitter(slime.emit, "sh", frozenset({"offload_optimiser"})),
+        "miles": Emitter(slime.emit, "sh", frozenset({"offload_optimiser"})),
+        "vime": Emitter(slime.emit, "sh", frozenset({"offload_optimiser"})),
         "verl": Emitter(verl.emit, "sh"),
-        "prime-rl": Emitter(prime_rl.emit, "toml", frozenset({"recompute"})),
+        "prime-rl": Emitter(prime_rl.emit, "toml", frozenset({"recompute", "offload_optimiser"})),
         "skyrl": Emitter(skyrl.emit, "sh"),
         "trl": Emitter(trl.emit, "sh", frozenset({"dtype", "rollout_dtype", "kv_cache_dtype"})),
         "nemo-rl": Emitter(nemo_rl.emit, "yaml", frozenset({"kv_on_update"})),

@@ -52,6 +52,7 @@ def config(split: DeviceSplit) -> dict[str, object]:
 
 def _accelerate(split: DeviceSplit) -> dict[str, object]:
     nodes, _ = split.train_shape
+    own = sorted(gpu for replica in split.replicas for gpu in replica.gpus)
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
@@ -65,6 +66,8 @@ def _accelerate(split: DeviceSplit) -> dict[str, object]:
         "mixed_precision": split.recipe.dtype if split.recipe.dtype != "fp32" else "no",
         "num_machines": nodes,
         "num_processes": split.train_gpus,
+        # On the only node, engines have the others; elsewhere, nodes are whole.
+        **({"gpu_ids": ",".join(map(str, own))} if split.nodes == 1 else {}),
         "machine_rank": 0,
         "rdzv_backend": "static",
         "main_training_function": "main",

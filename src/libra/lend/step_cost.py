@@ -81,15 +81,6 @@ class StepCost:
         base, sequence, new_token, context = self._fit
         return base + sequence * shape.sequences + new_token * shape.new_tokens + context * shape.context
 
-    @property
-    def understatement(self) -> float:
-        """Actual over predicted seconds of all steps that count: a fit of least relative error is low in total. Raises
-        ValueError until a few were seen."""
-        if self._fit is None:
-            raise ValueError(f"{self.seen} steps were seen, and nothing is predicted yet")
-        predicted = math.fsum(self.predicted(shape) or 0.0 for shape, _ in self._steps)
-        return math.fsum(seconds for _, seconds in self._steps) / predicted
-
     def bound(self, shape: StepShape) -> float | None:
         """Most seconds of a step of this shape; None until enough steps were seen."""
         predicted = self.predicted(shape)

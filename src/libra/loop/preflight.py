@@ -19,7 +19,7 @@ from libra.backends.chat_format import ChatFormat
 from libra.backends.devices import inventory, slot_devices
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.config.cache import cache_directory
-from libra.config.extras import install_command
+from libra.config.extras import install_command, missing_library
 from libra.config.input_file import read_input
 from libra.config.rooms import offered
 from libra.config.run import (
@@ -43,6 +43,7 @@ from libra.loop.tracking import check_tracking
 from libra.loop.warmup import no_demonstrations
 from libra.plan.options.slots import longest_context
 from libra.route.custom import load_policy
+from libra.serve.span_endpoint import span_endpoint
 
 # Memory of the process that imports the libraries, and of each worker on top, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
@@ -84,6 +85,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
             check_lending(config.lending, config.cluster)
     _check_policy(config.routing.policy)
     check_tracking(config)
+    _check_spans(config.otel)
     _check_metrics(config.metrics, config.cluster.port)
     _check_cache()
     check_run_directory(config, resume, overwrite)
@@ -99,6 +101,15 @@ def check_environment(config: RunConfig, environment: Environment | ServedEnviro
     ChatFormat(config.model.directory)
     environment.prompts("train", config.environment.train_prompts, config.seed)
     environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
+
+
+def _check_spans(otel: str | None) -> None:
+    try:
+        collector = span_endpoint(otel, os.environ, "otel")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if collector is not None and (library := missing_library("otel")) is not None:
+        raise ConfigError(f"otel: {library} is not installed; {install_command('otel')}, or leave it out")
 
 
 def _check_cache() -> None:

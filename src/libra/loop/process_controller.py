@@ -120,7 +120,7 @@ class SlotProcesses:
     def offers(self, slot: int) -> bool:
         return self.launcher.offers(slot)
 
-    async def free(self, worker: str, duty: Duty) -> None:
+    async def free(self, worker: str, duty: Duty, then: Duty) -> None:
         if duty.role is Role.TRAIN:
             await (await self.trainers.leave(worker)).stop()
             return
@@ -130,7 +130,7 @@ class SlotProcesses:
         engine = instance.handle
         await engine.drained(_GRACE_SECONDS)
         await engine.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
-        if isinstance(engine, EngineHandle) and self._sleeps(engine.link, instance.shape):
+        if then.role is Role.TRAIN and isinstance(engine, EngineHandle) and self._sleeps(engine.link, instance.shape):
             await self._sleeping.lay(engine, instance.shape)
             del self._handles[worker]
         else:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from libra.backends.protocols import StepResult
 from libra.backends.vllm.kv_handover import ContextMoves
@@ -37,6 +38,9 @@ from libra.records.timeline import Timeline
 from libra.records.trace import JsonValue
 from libra.trajectory import dump_trajectory
 
+if TYPE_CHECKING:
+    from libra.loop.run_spans import RunSpans  # its library is an extra
+
 RECORDS = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
 _EPISODE_LANE = "one episode at a time"
 _COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
@@ -50,9 +54,15 @@ class Recorder:
     counts from the start of this one.
     """
 
-    def __init__(self, directory: Path, seconds_before: float, tracking: Tracking | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        seconds_before: float,
+        tracking: Tracking | None = None,
+        spans: RunSpans | None = None,
+    ) -> None:
         self.directory = directory
-        self._tracking = tracking
+        self._tracking, self._spans = tracking, spans
         self._started = time.monotonic()
         self._seconds_before = seconds_before
         self._began: float | None = None
@@ -116,12 +126,16 @@ class Recorder:
 
     def episode(self, episode: Episode) -> None:
         self._files["trajectories"].append(sealed(dump_trajectory(episode.trajectory).encode()))
-        if episode.trajectory.id == self._followed:
+        if self._spans is not None:
+            self._spans.episode(episode)
+        if self._followed is not None and self._followed.partition("~")[0] == episode.trajectory.id:
             self._followed = None
 
     def turn(self, report: TurnReport) -> None:
         """Record a served turn, with the reason if it changed engines. The timeline shows all turns of one episode at a
         time: hundreds run at once, and following one shows its queues, tools and moves."""
+        if self._spans is not None:
+            self._spans.turn(report)
         if self._began is not None and self._followed is None:
             self._followed = report.trajectory
         if report.trajectory == self._followed:

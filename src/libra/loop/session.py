@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from libra.backends.chat_format import ChatFormat
 from libra.backends.launch.launcher import WorkerLauncher
@@ -39,6 +41,10 @@ from libra.loop.turn_maker import TurnMaker
 from libra.records.causes import device_words, total
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
+from libra.serve.span_endpoint import span_endpoint
+
+if TYPE_CHECKING:
+    from libra.loop.run_spans import RunSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +149,23 @@ class Session:
         episodes = self.files.enter_context(closing(EpisodeFile(directory, history.step, history.groups)))
         seconds_before = before.seconds if before is not None else 0.0
         tracking = Tracking.of_run(self.config, self.progress.line)
-        recorder = self.files.enter_context(closing(Recorder(directory, seconds_before, tracking)))
+        recorder = self.files.enter_context(closing(Recorder(directory, seconds_before, tracking, self._spans())))
         self.metrics.recorder = recorder
         for episode in missing_trajectories(directory, history.finished):
             recorder.episode(episode)
         for damage in recorded.damaged:
             recorder.event("warning", None, damage)
         return _Records(history, recorded, journal, episodes, recorder)
+
+    def _spans(self) -> RunSpans | None:
+        """The spans of episodes, if there is a collector for them; they are on their way until `files` is closed."""
+        collector = span_endpoint(self.config.otel, os.environ, "otel")
+        if collector is None:
+            return None
+        from libra.loop.run_spans import RunSpans  # its library is an extra, as is that of the next
+        from libra.serve.span_export import exporting
+
+        return RunSpans(self.files.enter_context(exporting(collector, "libra-run")))
 
     def _make_rollouts(self, records: _Records, workers: SessionWorkers, profile: DeviceProfile) -> _Rollouts:
         """Build the maker of episodes; the engines' work so far is counted already."""

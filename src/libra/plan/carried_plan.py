@@ -130,6 +130,8 @@ def _require_same_work(config: RunConfig, request: ClusterRequest, model: ModelS
         ("reference", recipe.reference != "none", "a reference model"),
         ("lora_rank", recipe.lora_rank is not None, "adapters"),
         ("optimiser", recipe.optimiser != "adamw", f"the optimiser {recipe.optimiser}"),
+        ("offload_optimiser", recipe.offload_optimiser, "the optimiser's state on the host"),
+        ("dtype", recipe.dtype == "fp8", "products in FP8"),
         ("early_gradients", recipe.early_gradients, "early gradients"),
         ("rollout_dtype", recipe.rollout_dtype not in (None, "bf16"), f"engines in {recipe.rollout_dtype}"),
         ("kv_cache_dtype", recipe.kv_cache_dtype not in ("auto", "bfloat16"), f"KV in {recipe.kv_cache_dtype}"),

@@ -5,12 +5,14 @@ Invariant: the planner used the same numbers to decide that engines and layouts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from libra.config.recipe import TrainingBytes
 from libra.cost.adapters import reference_of, training_bytes
 from libra.cost.engine_memory import held_bytes
 from libra.cost.quantization import rollout_quantization
-from libra.cost.train_memory import training_memory
+from libra.cost.train_memory import MemoryBreakdown, training_memory
+from libra.hardware.parallel import ParallelLayout
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.placement import DeviceGroup
@@ -41,18 +43,27 @@ def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
     )
 
 
+def host_bytes(plan: Plan) -> float:
+    """Bytes of optimiser state in the memory of each trainer's host; 0 where it is on the devices."""
+    if plan.layout is None or not plan.of_cluster.recipe.offload_optimiser:
+        return 0.0
+    request = plan.of_cluster
+    pool = next(group.pool for group in plan.placement if group.role == "train")
+    on_device = replace(training_bytes(request.recipe, request.model), offloaded=False)
+    each = _training(plan.layout, request, pool, on_device).optimiser
+    return each * min(plan.layout.devices, request.cluster.node_class(pool).gpus)
+
+
+def _training(layout: ParallelLayout, request: ClusterRequest, pool: str, state: TrainingBytes) -> MemoryBreakdown:
+    recipe, there = request.recipe, request.cluster.node_class(pool).gpu.memory
+    reference = reference_of(recipe)
+    return training_memory(request.model, layout, recipe.max_length, there, state, reference, recipe.execution)
+
+
 def _trainer(plan: Plan, request: ClusterRequest, group: DeviceGroup) -> DeviceMemory:
-    recipe, there = request.recipe, request.cluster.node_class(group.pool).gpu.memory
     assert plan.layout is not None
-    items = training_memory(
-        request.model,
-        plan.layout,
-        recipe.max_length,
-        there,
-        training_bytes(recipe, request.model),
-        reference_of(recipe),
-        recipe.execution,
-    )
+    there = request.cluster.node_class(group.pool).gpu.memory
+    items = _training(plan.layout, request, group.pool, training_bytes(request.recipe, request.model))
     parts = {
         "weights": items.weights + items.gradients + items.optimiser + items.reference,
         "activations": items.activations + items.logits + items.workspace,

@@ -38,7 +38,8 @@ def write_whole(path: Path, text: str | bytes) -> None:
     part = path.with_name(f"{path.name}.part")
     with writing(path):
         try:
-            with open(part, "wb") as file:
+            part.unlink(missing_ok=True)  # it may be a link, or another user's file
+            with open(part, "xb") as file:
                 file.write(text.encode() if isinstance(text, str) else text)
                 file.flush()
                 os.fsync(file.fileno())

@@ -10,7 +10,7 @@ from rich.table import Table
 from libra.choose.offers import Job, OfferedCluster
 from libra.cost.sources.rates import published_mfu
 from libra.plan.allocation import Allocation
-from libra.plan.memory import device_memory
+from libra.plan.memory import device_memory, host_bytes
 from libra.plan.options.layouts import priced_step
 from libra.plan.options.request import PlanningRequest
 from libra.plan.plan import Plan
@@ -194,7 +194,9 @@ def _memory(plan: Plan) -> tuple[str, ...]:
         f" ({', '.join(f'{name} {size / 1e9:.0f}' for name, size in it.parts)})"
         for it in device_memory(plan)
     ]
-    return (f"Memory of a GPU: {'; '.join(words)}.",) if words else ()
+    states = host_bytes(plan)
+    host = (f" Of a trainer's host: {states / 1e9:.0f} GB of optimiser state, if that is there.",) if states else ()
+    return (f"Memory of a GPU: {'; '.join(words)}.{''.join(host)}",) if words else ()
 
 
 def _several_nodes(plan: Plan) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def search(
         typer.Option("--profile", help="Source of engine times: auto, tables, roofline, or a calibration file."),
     ] = "auto",
     host: Annotated[
-        str, typer.Option("--host", help="Times of the host: none, default, or a file of a fit.")
+        str, typer.Option("--host", help="Times of the host: none, default, fast, or a file of a fit.")
     ] = "default",
     plan: Annotated[
         bool,

@@ -60,11 +60,6 @@ def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: f
     return around(partial(_growing, question, candidate), rung_of(once.rate), once.rate)[0]
 
 
-def lasting_trial(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
-    """A trial with repeated requests: a short record may be served although the backlog grows."""
-    return trial(question, candidate, rate, requests=repeated(question.requests, _lasting_arrivals(question, rate)))
-
-
 def sustained_arrivals(question: SizingQuestion, rate: float) -> int:
     """Least number of requests of a run that sustains a rate: they arrive for `LASTING` times the longest allowed wait,
     or are `_ENOUGH` and arrive for `BRIEF` times the shortest one; `_ARRIVALS` at most."""

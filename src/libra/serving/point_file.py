@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from libra.config.units import RATES, written
+from libra.cost.host import NAMED_HOSTS
 from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import NodeClass
 from libra.hardware.cluster_file import described_gpu
@@ -100,7 +101,7 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
     if pool.role != "colocated":
         keys["role"] = pool.role
     keys |= {"model": _model(origin.model, question.model), "gpu": gpu, "node": node}
-    keys |= {"profile": _profile(question, shape), "host": _file(origin.host, "none", "default")}
+    keys |= {"profile": _profile(question, shape), "host": _file(origin.host, "none", *NAMED_HOSTS)}
     keys["tensor_parallel_size"] = shape.tensor_parallel_size
     if shape.pipeline_parallel_size > 1:
         keys["pipeline_parallel_size"] = shape.pipeline_parallel_size

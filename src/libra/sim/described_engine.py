@@ -12,6 +12,7 @@ from pathlib import Path
 from libra.config.recipe import Recipe
 from libra.config.units import RATES, quantity
 from libra.config.yaml_file import ConfigError
+from libra.cost.host import NAMED_HOSTS
 from libra.cost.quantization import Quantization
 from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import GPU, NodeClass
@@ -77,7 +78,7 @@ class DescribedEngine:
     def host(self) -> str:
         """Source of the host overhead."""
         given = self.section.host
-        return given if given in ("none", "default") else str(self.beside / given)
+        return given if given in ("none", *NAMED_HOSTS) else str(self.beside / given)
 
 
 def described_engine(

@@ -67,6 +67,7 @@ def read(connection: socket.socket) -> bytes:
 def test_malformed_frames_of_those_who_know_it_end_nothing(server: RendezvousServer) -> None:
     draw = random.Random(0)
     frames = [b"\xff" * 8, struct.pack("!I", 0), struct.pack("!I", 5) + b"\x93" * 5, struct.pack("!I", 1 << 31)]
+    frames += [struct.pack("!I", 5) + b"\x93\xa1\xff\x00\xc0"]  # a key that is not UTF-8
     frames += [struct.pack("!I", 20) + draw.randbytes(20) for _ in range(100)]
     for frame in frames:
         with socket.create_connection((HOST, server.port)) as one:

@@ -175,6 +175,9 @@ def test_poll_says_whether_something_waits(worker: tuple[WorkerChannel, socket.s
         (b"", msgspec.DecodeError),
         (b"not JSON", msgspec.DecodeError),
         (b"\xff", msgspec.DecodeError),
+        (b"\x82\xa4type\xa9Interrupt\xa2id\xa1\xff", msgspec.DecodeError),  # a text that is not UTF-8
+        (b"\x82\xa4type\xa9Interrupt\xa2id" + b"\x91" * 100_000, msgspec.DecodeError),
+        (b"\x82\xa4type\xa9Interrupt\xa1x" + b"\x91" * 100_000, msgspec.DecodeError),
     ],
 )
 async def test_what_is_no_message_is_refused(kind: str, body: bytes, error: type[Exception]) -> None:

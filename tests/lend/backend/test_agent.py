@@ -48,6 +48,7 @@ from libra.lend.backend.borrower_token import BorrowerToken
 from libra.lend.backend.device_page import BorrowerTally, EngineFacts, LendingError
 from libra.lend.backend.lender_file import LoanOrder
 from libra.lend.backend.lender_token import LenderToken
+from libra.lend.backend.rollout_model import RolloutModel
 from libra.lend.backend.serving_token import ServingToken
 from libra.lend.backend.terms import device_loan
 from libra.lend.recall import RecallPolicy
@@ -301,6 +302,19 @@ def test_what_an_agent_does_not_lend(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lend(tmp_path, script, monkeypatch)
 
 
+def test_a_configuration_nested_too_deeply_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RolloutModel, "read", lambda *_: RolloutModel("float32", {}, {}))
+
+    async def script(loan: Loan, agent: LendingAgent) -> None:
+        await loan.engine()
+        layout = (Tensor("a", (2,), 0, "float32"),)
+        controller = await loan.controller(replace(ASKED, layout=layout, buffer_bytes=8, config="[" * 100_000))
+        answer = await controller.receive()
+        assert isinstance(answer, Failure) and "recursion" in answer.error
+
+    lend(tmp_path, script, monkeypatch)
+
+
 WRONG = [
     ({"tokens": []}, "tokens is empty"),
     ({"tokens": [1, -1]}, "tokens has an id that is not of the vocabulary"),
@@ -310,6 +324,7 @@ WRONG = [
     ({"max_tokens": -(2**40)}, "max_tokens is -1099511627776"),
     ({"temperature": math.nan}, "temperature is nan"),
     ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"temperature": 2.1}, "temperature is 2.1"),
     ({"stop_token": 10**9}, "stop_token is 1000000000"),
     ({"priority": 2**60}, "priority is"),
     ({"id": ""}, "id has 0 characters"),

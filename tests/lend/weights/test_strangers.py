@@ -71,6 +71,9 @@ MALFORMED: dict[str, bytes] = {
     "complete": pack(Complete(0, 0, 1, None)),
     "another token": pack(hello(token="")),
     "a token that is no text": as_array(hello(), token=b"\xff"),
+    "a token that is not UTF-8": framed(
+        msgspec.msgpack.encode(hello(token="\x7f" * 5)).replace(b"\x7f" * 5, b"\xff" * 5)
+    ),
     "a version that no number holds": as_array(hello(), have=[[2**64 - 1, len(GRID)]]),
     "a version of before": as_array(hello(), have=[[-(2**63), len(GRID)]]),
     "a wish that no number holds": as_array(hello(), wanted=[[2**63, len(GRID)]]),

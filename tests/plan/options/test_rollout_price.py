@@ -11,8 +11,7 @@ from benchmarks.rollout_price import TABLE, price_case, write_table
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, make_case
 from benchmarks.rollout_price_fit import Sample, fit
 from benchmarks.rollout_price_plan import plan_case, request_of
-from benchmarks.rollout_price_simulation import roll_out
-from benchmarks.rollout_price_steps import CaseEpisodes, measured_steps, simulate_steps
+from benchmarks.rollout_price_steps import CaseEpisodes, measured_steps, roll_out, simulate_steps
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 
 SEEDS = [("proof", 1000), ("terminal", 1000), ("blend", 1000)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from dataclasses import dataclass
 
 import pytest
@@ -124,6 +126,24 @@ def body_of(path: str, body: bytes) -> TurnBody:
 def test_prompts_of_tokens_are_counted(tokens: list[int], space: str) -> None:
     body = f'{{"prompt":{space}[{("," + space).join(map(str, tokens))}{space}], "x": 1}}'
     assert body_of("/v1/completions", body.encode()).prompt_tokens() == (len(tokens), True)
+
+
+_text = st.text(st.sampled_from('"\\\\[],a'), max_size=8)
+_tokens = st.lists(st.integers(0, 99), max_size=4)
+
+
+@given(st.lists(_text, min_size=1) | st.lists(_tokens, min_size=1), st.sampled_from([None, 1]))
+def test_several_prompts_are_counted(prompts: list[str] | list[list[int]], indent: int | None) -> None:
+    assert body_of("/v1/completions", json.dumps({"prompt": prompts}, indent=indent).encode()).prompts() == len(prompts)
+
+
+def test_counting_prompts_makes_no_object_for_each() -> None:
+    read = body_of("/v1/completions", b'{"prompt": [' + b"[]," * 100_000 + b"[]]}")
+    tracemalloc.start()
+    try:
+        assert read.prompts() == 100_001 and tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # (endpoint, body, tokens of its prompt, whether they are counted, tokens to generate, samples)

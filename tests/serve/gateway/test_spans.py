@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ from serve.collector import collector, names
 from serve.field_engine import GENERATED, PROMPT, FieldEngine
 from serve.stage import Scripted, Stage, say_nothing, staged
 
-from libra.serve.gateway import health, span_export
-from libra.serve.gateway.span_endpoint import span_endpoint
-from libra.serve.gateway.span_export import exported_spans
+from libra.serve import span_export
+from libra.serve.gateway import health
 from libra.serve.gateway.spans import Spans
+from libra.serve.span_endpoint import span_endpoint
+from libra.serve.span_export import exporting
 
 CHAT = "/v1/chat/completions"
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -193,6 +196,12 @@ async def _turns(stage: Stage) -> None:
     for id in ("a", "b"):
         await stage.post(CHAT, body(id))
     await stage.post("/trajectories/a/finish", {})
+
+
+@contextmanager
+def exported_spans(address: str) -> Iterator[Spans]:
+    with exporting(address, "libra-route") as tracer, closing(Spans(tracer)) as spans:
+        yield spans
 
 
 async def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from serve.field_engine import FieldEngine
 from serve.stage import Stage, staged
 
-from libra.serve.gateway import health
+from libra.serve.gateway import health, workers
 from libra.serve.gateway.allowed_hosts import AllowedHosts
 
 TURN = {"messages": [{"role": "user", "content": "a"}]}
@@ -47,6 +47,19 @@ async def test_an_engine_joins_serves_and_leaves() -> None:
             assert response.status == 200 and "is not there" in (await response.json())["message"]
         async with stage.session.get(f"/workers/{quote(root, safe='')}") as response:
             assert response.status == 404
+
+
+async def test_more_engines_than_the_limit_may_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "ENGINES", 2)
+    async with AsyncExitStack() as stack:
+        stage = await stack.enter_async_context(staged(engines=1))
+        second, third = [await stack.enter_async_context(FieldEngine().serving()) for _ in range(2)]
+        assert (await stage.post("/workers", {"url": second}))[0] == 200
+        status, said = await stage.post("/workers", {"url": third})
+        assert status == 429 and "has 2 engines, which is the most" in said["error"]["message"]
+        assert (await stage.post("/workers", {"url": second}))[0] == 200  # it has started again
+        await stage.session.delete(f"/workers/{quote(second, safe='')}")
+        assert (await stage.post("/workers", {"url": third}))[0] == 200
 
 
 async def test_the_older_requests_mean_the_same() -> None:

@@ -100,7 +100,7 @@ class StateStream:
         self._body(memoryview(body), checksum, ends)
         try:
             return msgspec.msgpack.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConnectionAbortedError(f"this is no {kind.__name__}: {error}") from None
 
     def send_vectors(self, vectors: Sequence[Vector], is_whole: Callable[[], bool]) -> None:

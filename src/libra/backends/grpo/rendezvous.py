@@ -131,7 +131,7 @@ class RendezvousServer:
             Thread(target=self._serve, args=(connection,), name="rendezvous replica", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+        with connection, contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             while True:
                 call = msgspec.msgpack.decode(_receive(connection), type=_Call)
                 _send(connection, self._answer(call))

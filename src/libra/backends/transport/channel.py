@@ -27,6 +27,9 @@ LARGEST_FRAME = 256 << 20  # bytes; a longer one is a broken peer, not a message
 _encoder = msgspec.msgpack.Encoder()
 
 
+Received = TypeVar("Received")
+
+
 def _frame(message: Message) -> bytes:
     body = _encoder.encode(message)
     if len(body) > LARGEST_FRAME:
@@ -41,7 +44,11 @@ def _length(header: bytes) -> int:
     return length
 
 
-Received = TypeVar("Received")
+def _message(decoder: msgspec.msgpack.Decoder[Received], body: bytes) -> Received:
+    try:
+        return decoder.decode(body)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.ValidationError(str(error)) from None
 
 
 class _BlockingChannel(Generic[Received]):
@@ -60,7 +67,7 @@ class _BlockingChannel(Generic[Received]):
         self._connection.sendall(_frame(message))
 
     def receive(self) -> Received:
-        return self._decoder.decode(self._read(_length(self._read(_LENGTH.size))))
+        return _message(self._decoder, self._read(_length(self._read(_LENGTH.size))))
 
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Whether a message (or the end of the connection) is waiting; `None` waits for one."""
@@ -111,7 +118,7 @@ class _AsyncChannel(Generic[Received]):
     async def receive(self) -> Received:
         try:
             length = _length(await self._reader.readexactly(_LENGTH.size))
-            return self._decoder.decode(await self._reader.readexactly(length))
+            return _message(self._decoder, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionResetError) as error:
             if isinstance(error, ConnectionResetError) and error.errno is None:
                 raise  # severed, in words of its own

@@ -21,7 +21,7 @@ from libra.config.yaml_file import ConfigError
 from libra.cost import grid, lines, transfer
 from libra.cost.afd import StageGrid
 from libra.cost.grid import EngineProfile
-from libra.cost.host import NO_HOST, HostCost, default_host
+from libra.cost.host import NAMED_HOSTS, NO_HOST, HostCost, named_host
 from libra.cost.kernels import KernelTerms, default_terms
 from libra.cost.quantization import Quantization, rollout_quantization
 from libra.cost.sources import rates, roofline
@@ -106,8 +106,8 @@ def host_part(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple
     """The host and the corrections of kernels that `host` names; None for `none`. Raises `ConfigError`."""
     if host == "none":
         return None
-    if host == "default":
-        return default_host(model.layers), default_terms(model.layers)
+    if host in NAMED_HOSTS:
+        return named_host(host, model.layers), default_terms(model.layers)
     try:
         fit = load_fit(Path(host))
     except ConfigError as error:

@@ -251,7 +251,7 @@ class AgentEngine:
             return None
         try:
             return RolloutModel.read(directory, start.dtype).difference(wanted.layout, json.loads(wanted.config))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return str(error)
 
     async def _welcome(self, channel: AgentChannel, wanted: Borrow) -> None:

@@ -4,7 +4,6 @@ can end the borrower or its agent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from libra.backends.transport.engine_messages import Generate
 
 _LONGEST_NAME = 256  # characters of a turn's id, and of its namespace
 _INT32, _INT64 = 1 << 31, 1 << 63
+_HOTTEST = 2.0  # temperature that vLLM takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class TurnLimits:
             ),
             (not 1 <= turn.max_tokens < _INT32, f"max_tokens is {turn.max_tokens}; give at least 1, and 31 bits"),
             (
-                not (0 <= turn.temperature < math.inf),
-                f"temperature is {turn.temperature}; give a finite number, at least 0",
+                not 0 <= turn.temperature <= _HOTTEST,
+                f"temperature is {turn.temperature}; give a number from 0 to {_HOTTEST:g}",
             ),
             (
                 not -1 <= turn.stop_token < self.vocabulary,

@@ -107,7 +107,7 @@ async def receive(reader: asyncio.StreamReader, silence: float, most: int = WEIG
         raise DamagedError("a frame arrived damaged")
     try:
         return _decoder.decode(body), head + body
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedError(f"a frame is no message: {error}") from None
 
 

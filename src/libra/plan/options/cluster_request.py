@@ -261,7 +261,8 @@ class ClusterRequest:
     def switch_seconds(self) -> float:
         """Seconds of one change of colocated devices between training and generation: training state, spread over all
         devices, moves to the host, and an engine's weights move from it."""
-        state = self.model.trained_parameters * training_bytes(self.recipe, self.model).total / self.cluster.devices
+        held = training_bytes(self.recipe, self.model).on_devices
+        state = self.model.trained_parameters * held / self.cluster.devices
         weights = rollout_quantization(self.recipe).version_bytes(self.model)
         weights /= min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)

@@ -19,8 +19,8 @@ from libra.plan.options.layouts import training_layouts
 _MOST_TIMES = 64  # as many nodes as there are, at most, are looked at
 _LIGHTER: tuple[dict[str, object], ...] = (  # changes of a recipe that take less memory, the least first
     {"reference": "offloaded"},
-    {"optimiser": "adamw_bf16"},
-    {"optimiser": "adamw_bf16", "reference": "offloaded"},
+    {"offload_optimiser": True},
+    {"offload_optimiser": True, "reference": "offloaded"},
 )
 
 
@@ -29,9 +29,10 @@ def remedies(model: ModelSpec, cluster: Cluster, recipe: Recipe, classes: Sequen
     trained = [nodes for nodes in cluster.nodes if dtype_refusal(nodes.gpu, recipe.dtype) is None]
     for change in _LIGHTER:
         lighter = recipe.model_copy(update=change)
-        less = lighter.training_bytes.total < recipe.training_bytes.total or recipe.reference == "resident"
+        resident = recipe.reference == "resident" or "reference" not in change
+        less = lighter != recipe and resident
         if less and any(_smallest(model, nodes, lighter, classes) for nodes in trained):
-            yield " and ".join(f"{key}: {value}" for key, value in change.items())
+            yield " and ".join(f"{key}: {str(value).lower()}" for key, value in change.items())
             break
     for nodes in trained:
         found = more_nodes(model, nodes, recipe, classes)

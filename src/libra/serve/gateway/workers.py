@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 from pydantic import ValidationError
 
-from libra.config.listeners import SMALL_BODY_BYTES
+from libra.config.listeners import ENGINES, SMALL_BODY_BYTES
 from libra.serve.answers import RefusedRequest, decoded
 from libra.serve.bodies import body_of
 from libra.serve.gateway.allowed_hosts import AllowedHosts
@@ -115,6 +115,8 @@ class Workers:
             return known
         if section.name in self.upstreams.all:
             raise RefusedRequest(f"another engine has the name {section.name}", 409)
+        if len(self.upstreams.all) >= ENGINES:
+            raise RefusedRequest(f"the gateway has {ENGINES} engines, which is the most: have some leave", 429)
         engine = self.upstreams.join(section)
         await self.health.check(engine)
         if self.upstreams.all.get(engine.id) is not engine:

@@ -18,10 +18,8 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Tracer
 
-from libra.serve.gateway.spans import Spans
-
-_SERVICE = "libra-route"
 _TOLD_SECONDS = 60.0  # between two lines about lost spans
 END_SECONDS = 2.0  # in which the last spans may leave
 _LOG = logging.getLogger(__name__)
@@ -46,19 +44,17 @@ class _ToldExporter(SpanExporter):
 
 
 @contextmanager
-def exported_spans(endpoint: str) -> Iterator[Spans]:
-    """Spans that are sent to the collector at `endpoint`. At the end, spans of unfinished trajectories are ended, and
-    all are sent."""
+def exporting(endpoint: str, service: str) -> Iterator[Tracer]:
+    """A tracer whose spans are sent to the collector at `endpoint`, all of them by the end. `service` names the sender,
+    unless the standard variables do."""
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
-        resource = resource.merge(Resource({SERVICE_NAME: _SERVICE}))
+        resource = resource.merge(Resource({SERVICE_NAME: service}))
     provider, exporter = TracerProvider(resource=resource, shutdown_on_exit=False), _ToldExporter(endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    spans = Spans(provider.get_tracer("libra"))
     try:
-        yield spans
+        yield provider.get_tracer("libra")
     finally:
-        spans.close()
         giving_up = Timer(END_SECONDS, exporter.shutdown)
         giving_up.start()
         provider.shutdown()

@@ -9,8 +9,9 @@ _PATH = "/v1/traces"  # of a collector
 _BASE, _TRACES, _OFF = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"
 
 
-def span_endpoint(given: str | None, variables: Mapping[str, str]) -> str | None:
-    """The address that receives traces; None: no spans. Raises ValueError for a malformed address.
+def span_endpoint(given: str | None, variables: Mapping[str, str], name: str = "--otel") -> str | None:
+    """The address that receives traces; None: no spans. `name` is that of the option. Raises ValueError for a malformed
+    address.
 
     >>> span_endpoint("http://127.0.0.1:4318", {})
     'http://127.0.0.1:4318/v1/traces'
@@ -25,7 +26,7 @@ def span_endpoint(given: str | None, variables: Mapping[str, str]) -> str | None
         if not (base := variables.get(_BASE, "").strip()):
             return None
         return _address(_BASE, base).rstrip("/") + _PATH
-    address = _address("--otel", given).rstrip("/")
+    address = _address(name, given).rstrip("/")
     return address if address.endswith(_PATH) else address + _PATH
 
 

@@ -1,0 +1,64 @@
+"""Orders to real workers that the parts share, and how far an engine is from a trainer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from benchmarks.gpu.setting import Setting, generated, lost
+from libra.backends.launch.handle import Handle
+from libra.backends.launch.launcher import LocalLauncher
+from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece
+from libra.backends.transport.messages import Ready
+from libra.backends.transport.shared_memory import BUFFERS
+from libra.backends.transport.trainer_messages import Commit, Reduced, Score, Scored, Train, Trained
+from libra.backends.vllm.engine_handle import EngineHandle
+
+HALF = 0.45  # of the device, for each of two workers
+_PATIENCE = 600.0  # seconds
+
+
+async def hire(
+    setting: Setting,
+    launcher: LocalLauncher,
+    model: Path,
+    name: str,
+    share: float,
+    *,
+    slot: int = 0,
+    processes: int = 1,
+) -> tuple[Handle, Ready]:
+    """A trainer that is ready."""
+    trainer = Handle(await launcher.spawn(name, slot), lost)
+    return trainer, await trainer.start(setting.train_order(model, trainer.link, share, processes))
+
+
+async def step(trainer: Handle, setting: Setting, version: int) -> tuple[Trained, float]:
+    """One step of one replica, and its seconds."""
+    samples, began = setting.samples(), time.monotonic()
+    await trainer.ask(Train(version, samples, len(samples), generated(samples), _PATIENCE), Reduced)
+    done = await trainer.ask(Commit(version, version % BUFFERS), Trained)
+    return done, time.monotonic() - began
+
+
+async def update(trainer: Handle, engine: EngineHandle, setting: Setting, version: int) -> float:
+    """A step whose weights the engine takes; returns the seconds for which it stood still."""
+    done, _ = await step(trainer, setting, version)
+    return await engine.load(LoadWeights(version, version % BUFFERS, done.checksum))
+
+
+def turn(name: str, tokens: int, number: int, salt: str | None = None) -> Generate:
+    prompt = [4 + (number + 3 * place) % 8 for place in range(16)]
+    return Generate(name, prompt, tokens, 1.0, -1, 0, salt=salt)
+
+
+async def gap(engine: EngineHandle, trainer: Handle, request: Generate) -> tuple[float, list[int]]:
+    """Largest distance of a turn's log-probs to those of the trainer, and the version of each token."""
+    pieces: list[Piece] = []
+    await engine.generate(request, pieces.append)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    scored = await trainer.ask(Score([request.tokens + tokens]), Scored)
+    own = [value for piece in pieces for value in piece.logprobs]
+    wanted = scored.logprobs[0][len(request.tokens) - 1 :]
+    versions = [piece.version for piece in pieces for _ in piece.tokens]
+    return max(abs(one - other) for one, other in zip(own, wanted, strict=True)), versions
