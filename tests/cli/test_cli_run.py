@@ -348,14 +348,17 @@ def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 4}, "seed: the run was started with 0 and cannot go on with 4; give the same, or start again with"),
+        (
+            {"seed": 4},
+            "seed: the run was started with 0 and cannot continue with 4; give the same, or start again with",
+        ),
         (
             {"training": {"prompts_per_step": 3}},
-            "training.prompts_per_step: the run was started with 24 and cannot go on",
+            "training.prompts_per_step: the run was started with 24 and cannot continue",
         ),
         (
             {"training": {"precision": "bf16"}},
-            "training.precision: the run was started with fp32 and cannot go on with bf16; give the same, or start",
+            "training.precision: the run was started with fp32 and cannot continue with bf16; give the same, or start",
         ),
     ],
 )
@@ -529,7 +532,9 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(here: Path) -> None:
         libra("run", other, "--plan", plan),
         f"--plan {plan}: training.prompts_per_step: the plan is for 24, and the configuration has 12; plan again",
     )
-    assert_refused(libra("run", config, "--plan", plan, "--resume"), "--plan says how a run begins, and --resume goes")
+    assert_refused(
+        libra("run", config, "--plan", plan, "--resume"), "--plan describes the start of a run, and --resume"
+    )
     assert_refused(libra("run", config, "--plan", here / "none"), f"--plan {here / 'none'}: No such file or directory;")
     assert_refused(libra("run", config, "--plan", config), f"--plan {config}: not JSON")
     edited = json.loads(plan.read_text())

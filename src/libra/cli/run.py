@@ -98,7 +98,7 @@ def _carrying(settings: RunConfig, file: Path, resume: bool) -> tuple[RunConfig,
     from libra.plan.plan import parse_plan, require_answer
 
     if resume:
-        raise ConfigError("--plan says how a run begins, and --resume goes on where it was: leave one of them out")
+        raise ConfigError("--plan describes the start of a run, and --resume continues one: leave one of them out")
     try:
         plan = parse_plan(read_input(file), where=str(file))
         require_answer(plan, plan.request.menu().problem)
@@ -179,7 +179,7 @@ def _run_locked(
     except (KeyboardInterrupt, asyncio.CancelledError):
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
-        status, problem = 3, f"the run cannot go on: {error}"
+        status, problem = 3, f"the run cannot continue: {error}"
     except (EpisodeFileError, JournalError, RecordFormatError) as error:
         bad_input(error)
     except DiskError as error:
