@@ -17,12 +17,12 @@ from libra.serving.expected import Expectation, Expectations
 from libra.serving.holding import Held, checked, held_bounds, surely_serves
 from libra.serving.ladder import HIGHEST, LOWEST, STEPS, Asking, rate_of, rung_above
 from libra.serving.pools import Pools
-from libra.serving.prospects import Prospect, Prospects
 from libra.serving.question import SizingQuestion
 from libra.serving.verdict import Rival, tenths
 
 _WAVE = 4  # candidates that are simulated before the rest is checked again
 _NEXT = 4  # candidates considered for the next best
+_PROMISING = 0.3  # share of what the best point promised, down to which candidates are often simulated
 _SURE = 0.75  # share of the expected rate that a candidate serves in short runs, if it is as expected
 
 
@@ -57,7 +57,7 @@ class Found:
         self.expectations = Expectations()
         self._tenths: dict[ServingCandidate, tuple[int, int]] = {}
         self._left: list[ServingCandidate] = []
-        self._tried, self._prospects = 0, Prospects()
+        self._tried = 0
 
     def waves(self) -> Iterator[list[Asking]]:
         """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds."""
@@ -92,8 +92,11 @@ class Found:
         their cost and for what is left of the limits."""
         if self.question.rate is not None:
             return sum(self._idle(candidate)), -self._promised(candidate)
-        left = prod(1 - it / 10 for it in self._idle(candidate))
-        return -left * self._hoped(candidate), sum(self._idle(candidate))
+        return -self._room(candidate) * self._hoped(candidate), sum(self._idle(candidate))
+
+    def _room(self, candidate: ServingCandidate) -> float:
+        """Share of the limits that idle engines leave."""
+        return prod(1 - it / 10 for it in self._idle(candidate))
 
     def _hoped(self, candidate: ServingCandidate) -> float:
         """Requests/s per cost that are expected, or at most the bound."""
@@ -102,6 +105,15 @@ class Found:
         bound = self.bounded[candidate].rate
         expected = self.expectations.of(candidate, min(bound, self.pools.about(candidate, bound)))
         return (bound if expected is None else expected.rate) / self.question.cost(candidate)
+
+    def _due(self) -> int:
+        """The number of candidates left that will probably be simulated: without a given rate, those that promise not
+        much less than the points do; otherwise those that no point beats as far as bounds tell."""
+        if self.question.rate is None:
+            best = max((self._room(it.candidate) * it.value for it in self.front), default=0.0)
+            return sum(self._room(it) * self._hoped(it) >= _PROMISING * best for it in self._left)
+        rivals = ((it, rival(self._idle(it), self.front)) for it in self._left)
+        return sum(better is None or better.value <= self._promised(it) for it, better in rivals)
 
     def _asking(self, candidate: ServingCandidate) -> Asking:
         better, cost, most = self.rivals[candidate], self.question.cost(candidate), self._most(candidate)
@@ -209,7 +221,6 @@ class Found:
                 self.expectations.learn(candidate, held.rate, held.hardest, self._most(candidate))
             if point is not None:
                 self.points.append(point)
-                self._prospects.learn(point, self._idle(candidate))
             elif held.slower is not None:
                 self._reject(candidate, "dominated", f"is slower than {held.slower.name}, and serves no more")
             elif held.too_little and better is not None:
@@ -221,10 +232,8 @@ class Found:
         if self.progress is not None:
             simulated_now = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
             out = len(self.reasons) + len(self.points) - simulated_now
-            prospects = (Prospect(it, self._idle(it), self._hoped(it)) for it in self._left)
-            due = self._prospects.due(prospects, self.front)
             best = self.front[0] if self.front else None
-            self.progress(Progress(len(self.bounded), out, simulated_now, best, self._tried, due))
+            self.progress(Progress(len(self.bounded), out, simulated_now, best, self._tried, self._due()))
 
     def answer(self, candidates: Sequence[ServingCandidate]) -> SizingAnswer:
         front, beaten = pareto(self.points)
