@@ -41,7 +41,7 @@ class Guard:
         object.__setattr__(self, "_local", is_local(self.host))
         if self.token is None and not self._local:
             raise ValueError(
-                f"other machines can reach a port on {self.host}: have clients show a bearer token (--token-file, or"
+                f"other machines can reach a port on {self.host}: have clients send a bearer token (--token-file, or"
                 " metrics.token_file of a run), or listen on 127.0.0.1"
             )
 
@@ -64,7 +64,7 @@ class Guard:
         shown = _shown_token(request.headers.get(hdrs.AUTHORIZATION, ""))
         if not hmac.compare_digest(shown, token.encode()):
             asked = 'Basic realm="the token is the password"' if _is_browser(request) else "Bearer"
-            raise RefusedRequest("show the bearer token of this listener", 401, {"WWW-Authenticate": asked})
+            raise RefusedRequest("send the bearer token of this listener", 401, {"WWW-Authenticate": asked})
 
     def _require_host(self, request: web.Request) -> None:
         if (given := request.headers.get(hdrs.HOST)) is not None and not _names_this_machine(given):
