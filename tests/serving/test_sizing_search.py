@@ -206,7 +206,7 @@ def test_more_processes_find_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("ttft_p99", "'ttft_p99' is no objective; give them as ttft_p99=1s,tpot_p99=50ms"),
+        ("ttft_p99", "'ttft_p99' is not an objective; give them as ttft_p99=1s,tpot_p99=50ms"),
         ("ttft_p98=1", "unknown objective"),
         ("ttft_p99=soon", "give seconds"),
         ("ttft_p99=1000", "ttft_p99 is 1000 seconds, which is long; write 1000ms or 1000s"),

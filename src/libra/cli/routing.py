@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.cli.options import page_option
 from libra.cli.output import check_writable, tell_note
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def route(
         typer.Option(
             "--workers-from",
             metavar="HOST",
-            help="Address, network or name of hosts whose engines may join by POST /workers, beside this machine.",
+            help="Address, network or name of further hosts whose engines may join by POST /workers.",
         ),
     ] = None,
     shared: Annotated[
@@ -52,7 +53,7 @@ def route(
         "127.0.0.1"
     ),
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
+        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must send.")
     ] = None,
     learn_from: Annotated[
         list[Path] | None,
@@ -78,13 +79,7 @@ def route(
     ] = None,
     page_port: Annotated[
         int | None,
-        typer.Option(
-            "--page",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Serve a live page of the router at this port of 127.0.0.1; 0: any free port.",
-        ),
+        page_option("a live page of the router at this port of 127.0.0.1"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
 ) -> None:
@@ -174,7 +169,7 @@ def _policy(config: GatewayConfig, state: Path | None) -> Policy:
         return restore_policy(config.route, known)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(
-            f"--state {state}: no state of the policy {config.route} ({error}); give another file"
+            f"--state {state}: not a state of the policy {config.route} ({error}); give another file"
         ) from None
 
 

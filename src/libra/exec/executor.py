@@ -136,7 +136,7 @@ class Executor(Generic[Processes]):
         Raises `WorkerLostError` for a worker that does nothing, and the error of a move that fails."""
         duty = self.pool[name].duty
         if duty.role not in (Role.ROLLOUT, Role.TRAIN):  # idle, or retired
-            raise WorkerLostError(f"worker {name} does nothing that it could be restarted for")
+            raise WorkerLostError(f"worker {name} has no role to restart in")
         return await self.move(Move(name, duty, duty))
 
     def drop_rest(self, why: str) -> None:
@@ -236,7 +236,7 @@ class Executor(Generic[Processes]):
 
     def _require(self, expected: Worker) -> None:
         if self.pool[expected.id] != expected:
-            raise WorkerLostError(f"worker {expected.id} went away")
+            raise WorkerLostError(f"worker {expected.id} was lost")
 
     def _begin(self, move: Move) -> float:
         self._journal.commit(journal.MoveBegun(move.worker, move.before, move.after))

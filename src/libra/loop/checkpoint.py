@@ -182,7 +182,7 @@ def read_interrupted(directory: Path) -> Interrupted:
         with writing(path):
             shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
             path.rename(path.with_name(f"{path.name}.damaged"))
-    words = tuple(f"{why}: the run goes on from {checkpoint.name}" for why in damaged.values())
+    words = tuple(f"{why}: the run continues from {checkpoint.name}" for why in damaged.values())
     return Interrupted(checkpoint, state, history, found, replace(recorded, damaged=words + recorded.damaged))
 
 

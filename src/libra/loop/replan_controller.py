@@ -227,7 +227,7 @@ class ReplanController:
             period=self.periods.number,
             step=self._step,
             time=self.recorder.now(),
-            before=current.describe() if current is not None else "nothing that can go on",
+            before=current.describe() if current is not None else "nothing that can continue",
             after=plan.allocation.describe(),
             before_seconds=before,
             after_seconds=after,

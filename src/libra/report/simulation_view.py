@@ -84,7 +84,7 @@ def headline(view: SimulationView) -> str:
     """The speed of the simulated engines and their bottleneck, in a few sentences."""
     metrics = view.metrics
     if not metrics.requests:
-        return "No request came, so there is nothing to judge."
+        return "No request arrived, so there is nothing to judge."
     if not metrics.finished:
         return f"None of {plural(metrics.requests, 'request')} finished, so there is nothing to judge."
     said = [

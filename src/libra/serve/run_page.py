@@ -42,7 +42,7 @@ class RunPage:
             return
         self.trouble, self.version = "", self.version + 1
         process = running_process(self.run)
-        state = "The run has ended." if process is None else f"The run goes on (process {process})."
+        state = "The run has ended." if process is None else f"The run is still running (process {process})."
         self.html = alive(page, state, self.version)
 
     async def newest(self) -> str:

@@ -135,7 +135,7 @@ def _load(section: ExpertLoadSection, model: ModelSpec, beside: Path) -> ExpertL
         except OSError as error:
             raise ValueError(f"expert_load.frequencies: {path}: {error.strerror}") from None
         except ValidationError:
-            raise ValueError(f"expert_load.frequencies: {path} is no JSON list of rows of counts") from None
+            raise ValueError(f"expert_load.frequencies: {path} is not a JSON list of rows of counts") from None
         except ValueError as error:
             raise ValueError(f"expert_load.{error}") from None
         return ExpertLoad(lambda _: shares, experts.active, None, drawn)

@@ -190,7 +190,7 @@ def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
         raise TrajectoryFormatError(" ".join(f"{where}: {line_problem(first)}".split()))
     for *_, name in unknown:
         if meant := difflib.get_close_matches(str(name), _OPTIONAL, n=1):
-            raise TrajectoryFormatError(f"{where}: {str(name)!r} is no field; did you mean {meant[0]}?")
+            raise TrajectoryFormatError(f"{where}: {str(name)!r} is not a field; did you mean {meant[0]}?")
     return parse_trajectory(json.dumps(_without(json.loads(line), unknown)), where)
 
 

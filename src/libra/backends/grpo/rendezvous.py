@@ -193,7 +193,7 @@ class RendezvousStore(Store):
         if key not in self._known:
             found = self._call(key, seconds)
             if found is None:
-                raise TimeoutError(f"no replica has said {key} in {seconds:.0f} s")
+                raise TimeoutError(f"no replica has set {key} within {seconds:.0f} s")
             self._known[key] = found
         return self._known[key]
 

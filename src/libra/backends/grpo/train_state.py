@@ -264,7 +264,7 @@ class Follower:
         if self._changing_since is None:
             self._changing_since = now
         if now - self._changing_since >= SILENT_SECONDS:
-            raise SilentError("the core replica does not get done with a change of its state")
+            raise SilentError("the core replica does not finish a change of its state")
         return False
 
     def _take_snapshot(self) -> None:

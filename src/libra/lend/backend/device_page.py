@@ -246,7 +246,7 @@ class DevicePage:
         size, checksum = _FACTS.unpack_from(self.bytes, _FACTS_AT)
         text = self.bytes[_FACTS_AT + _FACTS.size : _FACTS_AT + _FACTS.size + size]
         if not text or crc32(text) != checksum:
-            raise LendingError(f"{self.path}: it does not say which engine serves; start the serving engine again")
+            raise LendingError(f"{self.path}: it does not name the serving engine; start the serving engine again")
         return EngineFacts(**json.loads(text))
 
     @facts.setter

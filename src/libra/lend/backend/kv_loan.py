@@ -18,7 +18,7 @@ _CEDED_AT_ONCE = 16 << 20  # bytes between two steps of serving: giving pages ba
 
 
 class CededKV:
-    """Serving's end. Raises LendingError if the engine's memory cannot change hands."""
+    """Serving's end. Raises LendingError if the engine's memory cannot be lent."""
 
     def __init__(self, scheduler: Any) -> None:
         """`scheduler` is vLLM's own, of the serving engine."""

@@ -45,7 +45,7 @@ def kv_pages(scheduler: Any) -> KVPages:
     if layout.device.type == "cuda":
         return GpuPages(layout, CuMemPages(layout, scheduler.vllm_config.model_config))
     raise LendingError(
-        f"KV memory on {layout.device} cannot change hands, only memory of the host or of an NVIDIA GPU can; lend the"
+        f"KV memory on {layout.device} cannot be lent, only memory of the host or of an NVIDIA GPU can; lend the"
         " device without it"
     )
 

@@ -77,7 +77,7 @@ class Mirror:
         else:
             return False
         if zlib.crc32(into.view(np.uint8).data) != chunk.sum:
-            raise self._failed(chunk, "its checksum is another")
+            raise self._failed(chunk, "its checksum differs")
         self._sums[new][number] = chunk.sum
         self._staged[number], self._distrusted[number] = chunk.version, False
         return True

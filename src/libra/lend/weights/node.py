@@ -138,7 +138,7 @@ async def _greeted(reader: asyncio.StreamReader, token: str, chunks: int, limits
     async with asyncio.timeout(limits.hello_seconds):
         hello, _ = await receive(reader, limits.hello_seconds, most)
     if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), token.encode()):
-        raise PermissionError("the token was not shown")
+        raise PermissionError("the token was not sent")
     return hello
 
 
@@ -270,7 +270,7 @@ class WeightsNode:
                     if feed.add(message, frame):
                         self._fruitless[ways] = 0
                 case _:
-                    raise DamagedError(f"{type(message).__name__} is not what a sender says")
+                    raise DamagedError(f"{type(message).__name__} is not a sender's message")
 
     def _require_sound(self, item: Chunk | Complete, theirs: Mask) -> None:
         """Raises `DamagedError` for an item of other weights, or one whose predecessor is missing."""

@@ -172,7 +172,7 @@ class BlockPool:
         while blocks:
             run = next(iter(self._free), None)
             if run is None:
-                raise ValueError(f"{blocks} blocks are asked for that are not free")
+                raise ValueError(f"{blocks} blocks are requested, and fewer are free")
             owner = run.owner
             if copied and owner in copied:
                 self._forget_last(run)
