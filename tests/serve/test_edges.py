@@ -302,7 +302,7 @@ def test_a_token_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: py
         os.chown(file, 65534, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    with pytest.raises(ValueError, match="belongs to user .* give a file of your own"):
+    with pytest.raises(ValueError, match=r"belongs to user .* give a file of your own"):
         read_token(file)
 
 
