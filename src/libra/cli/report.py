@@ -26,7 +26,7 @@ def report(
             metavar="PORT",
             min=0,
             max=65535,
-            help="Serve the page at this port of 127.0.0.1, and renew it while the run goes on; 0: any free port.",
+            help="Serve the page at this port of 127.0.0.1, and renew it during the run; 0: any free port.",
         ),
     ] = None,
 ) -> None:
