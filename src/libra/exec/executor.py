@@ -52,7 +52,7 @@ class Executor(Generic[Processes]):
         self.pool, self.processes, self.longest_context = pool, processes, longest_context
         self._journal, self._observer, self._clock, self._longest = journal, observer, clock, longest
         self._plans: tuple[Allocation, ...] = ()
-        self._ends: dict[str, str] = {}  # why a worker went away in the middle of its move
+        self._ends: dict[str, str] = {}  # why a worker was lost in the middle of its move
         self._drop: str | None = None  # why no further move of the plan is to be made
         self._watch: asyncio.Task[None] | None = None
 

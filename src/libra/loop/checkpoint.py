@@ -44,7 +44,7 @@ from libra.records.schema import (
 _STATE = "state.json"
 FORMAT = 4  # the files are listed in a manifest, and the lines of journal and episodes are chains of checksums
 _NUMBERED = re.compile(r"checkpoint-(\d{1,12})")
-_KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the one before
+_KEPT = 2  # checkpoints: if the newest is damaged, a run continues from the one before
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Recorder:
     def begin(self) -> None:
         """Note that reinforcement learning begins, or continues."""
         self._began = time.monotonic()
-        what = "goes on" if self._seconds_before else "begins"
+        what = "continues" if self._seconds_before else "begins"
         self._write(
             "events", EventRecord(self.now(), "began", None, f"reinforcement learning {what}", clock=self._began)
         )

@@ -215,7 +215,7 @@ class ReplanController:
         else:
             self.periods.dropped()
             self.recorder.event("warning", None, f"the plan is dropped: {applied.failure}")
-        # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot go on for
+        # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot continue for
         # ever: a slot that loses its process again and again is retired.
         if any(moved.outcome == "failed" for moved in applied.moves) or (applied.failure and self._any_idle()):
             self.worker_lost()

@@ -133,7 +133,7 @@ class Tracking:
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - whatever another library raises, the run goes on
+        except Exception as error:  # noqa: BLE001 - whatever another library raises, the run continues
             self._tracker = None
             self._tell(f"{self._name} failed and gets no more values: {type(error).__name__}: {error}")
 

@@ -151,7 +151,7 @@ def _seconds(log: RunLog) -> Figure:
 def _predictions(log: RunLog) -> Figure:
     title = "Step time, predicted and measured"
     if not log.periods:
-        why = "No planning period was completed, so no prediction can be held against a measurement."
+        why = "No planning period was completed, so no prediction can be compared with a measurement."
         return Figure(title, why, wide=True)
     note = "Above each pair where there is room, or under the pointer: error of the prediction in %."
     if any(period.switching for period in log.periods):

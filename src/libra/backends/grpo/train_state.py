@@ -31,7 +31,7 @@ from libra.backends.grpo.relay import RemotePublication
 from libra.backends.transport.shared_memory import CACHE_LINE, round_up
 from libra.backends.transport.trainer_messages import RelayPlace, StatePlace
 
-SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
+SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to pause for it
 SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
 
 

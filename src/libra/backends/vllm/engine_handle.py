@@ -179,7 +179,7 @@ class EngineHandle(Handle):
                 self._settle(message)
             case Generated():
                 self._take(message)
-            case Lent():  # here: a report of the loan right behind it may be read before the caller of `ask` goes on
+            case Lent():  # here: a report of the loan right behind it may be read before the caller of `ask` continues
                 self.loan = LoanState(message.away, 0.0, 0.0, 0, 0)
                 if self.away and self._on_recall is not None:
                     self._on_recall(self)

@@ -38,7 +38,7 @@ from libra.lend.backend.own_socket import trusted_peer
 from libra.lend.backend.rollout_model import RolloutModel
 from libra.lend.backend.turn_limits import TurnLimits
 
-# Looks, a second apart, at an engine that has turns and says nothing, before it is taken for lost: it hangs, or was
+# Looks, a second apart, at an engine that has turns and says nothing, before it counts as lost: it hangs, or was
 # stopped. Seconds are not counted: an agent that was held up itself finds what was said meanwhile at its next look.
 _SILENT = 10
 _LOADING = 300  # looks at an engine that takes weights, a second apart too
@@ -136,7 +136,7 @@ class AgentEngine:
         except msgspec.MsgspecError as error:
             channel.send(Failure(f"not a message to an agent of this version of libra: {error}"))
         except (TimeoutError, ConnectionError, PermissionError):
-            pass  # it went away, or is another user's
+            pass  # it is gone, or is another user's
         finally:
             if self._controller is channel:
                 self._hang_up()
@@ -153,7 +153,7 @@ class AgentEngine:
         return None
 
     async def _hear(self, link: WorkerLink) -> str:
-        last = "it went away"
+        last = "it is gone"
         try:
             while True:
                 message = await link.channel.receive()

@@ -53,7 +53,7 @@ class _Live:
 
 
 def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
-    """Serve until `Stop`, or until the controller goes away."""
+    """Serve until `Stop`, or until the controller is gone."""
     began = time.monotonic()
     os.environ[DEVICE] = start.device
     os.sched_setaffinity(0, start.cores)

@@ -52,7 +52,7 @@ class LinkPatience:
     """Limits of the time that one end waits for the other."""
 
     beat: float = 2.0  # seconds without news after which a `Beat` is sent
-    silence: float = 10.0  # seconds without a byte after which the other end is taken for gone
+    silence: float = 10.0  # seconds without a byte after which the other end counts as gone
     attempts: int = 8  # in a row that bring nothing
     pause: float = 0.1  # seconds after the first of them, twice as many after each one more
 

@@ -44,7 +44,7 @@ class BlockPool:
         self.findable = 0  # free, with known tokens
         self.shared = 0  # holders of blocks beyond the first of each block
         self.reads = BlockReads()
-        self._free: OrderedDict[Run, None] = OrderedDict()  # without holders, least recently let go first
+        self._free: OrderedDict[Run, None] = OrderedDict()  # without holders, least recently released first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self.copies = BlockCopies()
 

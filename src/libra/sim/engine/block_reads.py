@@ -30,7 +30,7 @@ class BlockReads:
         self.reading: dict[Block, tuple[Reader, ...]] = {}
         self.given: dict[Block, tuple[Reader, ...]] = {}
         self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held, not findable: (number, block)
-        self.fenced: list[tuple[int, Run]] = []  # the same once let go: (blank blocks given away later, block)
+        self.fenced: list[tuple[int, Run]] = []  # the same once released: (blank blocks given away later, block)
 
     def settle(self, now: int) -> None:
         """Remove the readers that have ended by `now`."""

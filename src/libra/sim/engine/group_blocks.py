@@ -26,7 +26,7 @@ class GroupBlock:
 class BlockTable:
     """Blocks of one group that a request holds."""
 
-    first: int = 0  # places before it are let go
+    first: int = 0  # places before it are released
     end: int = 0  # places that the table has
     cached: int = 0  # places that were looked at for the prefix cache
     blocks: dict[int, GroupBlock] = field(default_factory=dict)  # by place, in rising order
