@@ -1,4 +1,4 @@
-"""Marks of prose that has to be read twice: openings of docstrings, and words that hide a quantity or an actor.
+"""Marks of prose that has to be read twice: openings of docstrings, and words for which the field has a plainer one.
 
     python tools/prose.py [PATH ...]
 
@@ -16,7 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPENING = re.compile(r"(Of|What|Whose|Who|Where|How|That|So many|As many|Likewise)\b")  # of a docstring
-WORDS = re.compile(r"\b(so many|so much of|nobody|whoever|to be had|gone on with|is told of)\b", re.IGNORECASE)
+WORDS = re.compile(
+    r"\b(so many|so much of|nobody|whoever|to be had|gone on with|is told of|go(?:es|ing)? on|goes away|went away"
+    r"|gives? way|gave way|st(?:an|oo)ds? still|taken for (?:lost|gone)|taken to (?:be|have)|opens with|lets? go)\b",
+    re.IGNORECASE,
+)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PROSE = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.COMMENT))
 
@@ -41,7 +45,10 @@ def main() -> int:
     for path, line, text in found:
         print(f"{path}:{line}: {text}")
     if found:
-        print(f"{len(found)} places: begin a docstring with what the thing is or does, and name quantities and actors")
+        print(
+            f"{len(found)} places: begin a docstring with what the thing is or does, name quantities and actors,"
+            " and use the words of the field"
+        )
     return 1 if found else 0
 
 

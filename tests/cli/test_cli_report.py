@@ -39,7 +39,7 @@ def test_a_killed_run_has_a_page(run: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, f"report: {run / 'report.html'}\n")
     page = (run / "report.html").read_text()
     assert "The last line of metrics.jsonl was cut off and is left out." in page
-    assert "Interrupted, or still going on" in page
+    assert "Interrupted, or still running" in page
 
 
 def test_the_page_goes_where_it_is_asked_to(run: Path, tmp_path: Path) -> None:

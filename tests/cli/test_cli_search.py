@@ -76,7 +76,7 @@ def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> Non
         assert (metrics["ttft"]["p99"], metrics["tpot"]["p99"]) == (point["ttft"], point["tpot"])
     for options, said in (
         ((), "engines/point-1.yaml: is there already; give another directory, or remove it"),
-        (("--engines-out", menu), "menu.yaml: is no directory"),
+        (("--engines-out", menu), "menu.yaml: is not a directory"),
         (("--engines-out", f"{menu}/engines"), "menu.yaml cannot be written to; give another directory"),
         (("--plan", "--engines-out", tmp_path / "new"), "--engines-out is for a search"),
     ):

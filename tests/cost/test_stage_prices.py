@@ -96,7 +96,7 @@ def test_tables_part_an_engine_into_the_operators_that_it_has() -> None:
     ("model", "attention", "ffn", "micro_batches", "says"),
     [
         (reshaped(MOE, experts=None, intermediate=6144), 4, 4, 2, "afd: moe has no experts"),
-        (MOE, 40, 16, 2, "afd.attention is 40, no multiple of ffn 16"),
+        (MOE, 40, 16, 2, "afd.attention is 40, not a multiple of ffn 16"),
         (MOE, 48, 48, 2, "afd.ffn is 48; it must divide the 128 experts"),
         (MOE, 48, 16, 0, "afd.micro_batches is 0"),
         (MOE, 48, 16, 3, None),

@@ -246,4 +246,4 @@ class HeldEngine(OnItsOwnDevice):
     def stop(self) -> None:
         for future, *_ in self.turns.values():
             if not future.done():
-                future.set_exception(WorkerLostError(f"engine {self.name} went away"))
+                future.set_exception(WorkerLostError(f"engine {self.name} was lost"))

@@ -121,16 +121,19 @@ def test_mxfp4_is_of_routed_experts() -> None:
     [
         ("fp8", "quantization_config: expected an object"),
         ({}, "quantization_config.quant_method: this field is required"),
-        ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method: 'bitsandbytes' has no price; known are"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantization_config.quant_method: 'bitsandbytes' is not supported; known are",
+        ),
         ({"quant_method": ["fp8"]}, "quantization_config.quant_method: "),
         (FP8 | {"weight_block_size": [128, 64]}, "quantization_config.weight_block_size: only square blocks"),
         (FP8 | {"weight_block_size": [0, 0]}, "quantization_config.weight_block_size: expected sizes"),
         (FP8 | {"ignored_layers": "lm_head"}, "quantization_config.ignored_layers: expected a list"),
-        (FP8 | {"ignore": ["re:("]}, "quantization_config.ignore: 're:\\(' is no regular expression"),
+        (FP8 | {"ignore": ["re:("]}, "quantization_config.ignore: 're:\\(' is not a regular expression"),
         ({"quant_method": "awq", "bits": "4"}, "quantization_config.bits: expected"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "quantization_config.group_size: expected"),
         ({"quant_method": "compressed-tensors"}, "quantization_config.config_groups: expected"),
-        (linear(num_bits=6, type="float"), "quantization_config.config_groups.group_0.weights: .* has no price"),
+        (linear(num_bits=6, type="float"), "quantization_config.config_groups.group_0.weights: .* is not supported"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
             "quantization_config.quantized_layers: expected an",
@@ -202,7 +205,7 @@ def test_a_config_json_says_how_it_is_stored(tmp_path: Path) -> None:
     path.write_text(json.dumps(shape), encoding="utf-8")
     assert load_model(path).stored == WeightFormat("fp8", stored_weights(FP8, DENSE).number, "fp8", block=128)
     path.write_text(json.dumps(shape | {"quantization_config": {"quant_method": "x"}}), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"quantization_config\.quant_method: 'x' has no price"):
+    with pytest.raises(ConfigError, match=r"quantization_config\.quant_method: 'x' is not supported"):
         load_model(path)
     path.write_text(
         json.dumps({key: it for key, it in shape.items() if key != "quantization_config"}), encoding="utf-8"
@@ -272,9 +275,11 @@ def test_modules_that_are_not_named_have_the_type_of_the_method_beside_them() ->
 
 def test_two_types_in_one_kind_have_no_price() -> None:
     layers = of_layers("self_attn.q_proj", "FP8") | of_layers("self_attn.o_proj", "NVFP4")
-    with pytest.raises(ValueError, match="quantized_layers: attention matrices of more than one type have no price"):
+    with pytest.raises(
+        ValueError, match="quantized_layers: attention matrices of more than one type are not supported"
+    ):
         stored_weights({"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, MOE)
-    with pytest.raises(ValueError, match=r"expert_dtype: 'fp2' has no price; known are fp4 and fp8"):
+    with pytest.raises(ValueError, match=r"expert_dtype: 'fp2' is not supported; known are fp4 and fp8"):
         stored_weights(FP8 | {"expert_dtype": "fp2"}, MOE)
 
 

@@ -60,8 +60,8 @@ def test_costs_are_of_one_gpu_and_hour() -> None:
 @pytest.mark.parametrize(
     ("text", "costs", "words"),
     [
-        ("h100", {}, "'h100' is no offer; give NAME:GPUS or NAME:FIRST..LAST"),
-        ("h100:8,", {}, "'' is no offer"),
+        ("h100", {}, "'h100' is not an offer; give NAME:GPUS or NAME:FIRST..LAST"),
+        ("h100:8,", {}, "'' is not an offer"),
         ("h100:12", {}, "h100: 12 GPUs are not whole nodes of 8; give a multiple of it"),
         ("h100:0", {}, "h100:0: give at least 1 GPU, and the smaller number first"),
         ("h100:16..8", {}, "h100:16..8: give at least 1 GPU, and the smaller number first"),

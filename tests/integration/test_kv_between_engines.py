@@ -228,7 +228,7 @@ async def test_an_engine_that_leaves_puts_down_what_its_turns_want(
         assert new.change is not None and new.change.handed_tokens > 0
         old = await told(two, "old", updated, fresh=False)
         same(old, whole)
-        assert old.change is not None and old.change.why == "the engine had forgotten it"
+        assert old.change is not None and old.change.why == "the engine no longer had it"
 
         fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
         fleet.add(ServingEngine(two.a, "any", LONGEST))
@@ -259,7 +259,7 @@ async def test_an_engine_that_leaves_puts_down_what_its_turns_want(
         # The frames hold two contexts of the three: the third is computed again, unless one was taken by then.
         *first_two, third = sorted(change.why for change in await episodes if change)
         assert first_two == ["handed over", "handed over"]
-        assert third in ("handed over", "too much is being handed over")
+        assert third in ("handed over", "too many contexts are being handed over")
 
 
 async def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedForkServer, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ async def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedF
         two.a.save = killed  # type: ignore[method-assign]
         turn = await told(two, "killed", interrupted)
         same(turn, whole)
-        assert turn.change is not None and turn.change.why == "the engine went away"
+        assert turn.change is not None and turn.change.why == "the engine was lost"
         async with asyncio.timeout(10):
             while two.handover.leases.free < LONGEST // BLOCK_TOKENS:
                 await asyncio.sleep(0.01)

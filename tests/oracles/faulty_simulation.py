@@ -34,7 +34,7 @@ from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn
 
 _RESTS = 1_000_000  # and more: numbers of what is left of requests that were stopped
-_REFUSED = ("two requests generate on it", "at the same time: give each a fork", "push each other's chunks out")
+_REFUSED = ("two requests generate on it", "at the same time: give each a fork", "evict each other's")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def test_a_page_says_what_was_explained() -> None:
         "at most 3 buckets instead of 2 nothing -",
         "5 of 6 a 8 4.00 s longer (4.0 %)",
         "the fewest: 0 of 1 [b] 8 the same step",
-        "What is no option, and why (2)",
+        "Rejected options, and reasons (2)",
         "2 × needs … GB",
         "tp1 needs 200 GB; [80] are there",
     ):
@@ -79,7 +79,7 @@ def test_a_page_without_alternatives_rejections_and_classes_says_less_and_stands
     lone = replace(EXPLANATION, runners_up=(), otherwise=(Otherwise("no a/tp8", None),), rejected=(), reliefs=())
     said = Page(explain_page(lone, "alone")).text
     assert "There is no other plan." in said
-    assert "What is no option" not in said
+    assert "Rejected options" not in said
     assert "how trajectories distribute" not in said
 
 

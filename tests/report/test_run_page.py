@@ -48,7 +48,7 @@ def test_a_page_says_what_the_run_came_to(run: MadeRun, source: str) -> None:
     for words in (
         "Accuracy on held-out questions went from 39.1 % to 80.2 % in 120 steps",
         f"{tokens_per_second:,.0f} tokens/s",
-        "Devices generated or computed 70 % of the time; what they waited for most was a batch to train on (16 %).",
+        "Devices generated or computed 70 % of the time; the main wait was for a batch to train on (16 %).",
         "2 taken, 1 not",
         "the predicted bottleneck was training ",
         "net gain, estimated: +13.6 s (± 14.9 s); 1 not known",  # 0.5 s over 50 steps, less 11.4 s
@@ -140,7 +140,7 @@ def test_an_interrupted_run_is_shown_and_called_so(made_run: MadeRun) -> None:
     metrics.write_bytes(metrics.read_bytes()[:-25])
     source = render_report(made_run.directory)
     said = Page(source).text
-    assert "Interrupted, or still going on" in said
+    assert "Interrupted, or still running" in said
     assert "until step 119" in said
     assert "The last line of metrics.jsonl was cut off" in said
     assert "No evaluation is known: the run wrote no summary." in said

@@ -104,14 +104,14 @@ def test_many_engines_are_told_by_their_extremes_and_the_busiest_ones() -> None:
 
 def test_without_a_watcher_the_page_says_what_is_missing() -> None:
     said = Page(source(run(open_loop(), watched=False))).text
-    assert "This simulation did not record what its engines ran and held." in said
+    assert "This simulation did not record the load of its engines." in said
     assert "Waiting requests" in said and "Running requests" not in said
     assert "KV peak -" in said
 
 
 def test_pages_of_what_hardly_happened() -> None:
     nothing = Page(source(run(Requests(list, {"name": "none"})))).text
-    assert "No request came" in nothing
+    assert "No request arrived" in nothing
     refused = Page(source(run(Requests(lambda: [Request(0, 5, 9000, 1)], {"name": "one"})))).text
     assert "so no latency is known" in refused and "Everything happened at one instant." in refused
     one = run(Requests(lambda: [Request(0, 0, 9, 1)], {"name": "one"}))
@@ -133,7 +133,7 @@ def test_tables_say_the_numbers_in_a_hundred_columns() -> None:
         "engine <0>",
     ):
         assert words in said
-    assert "What did not finish" not in printed(*simulation_tables(simulation_view(busy())))
+    assert "Requests that did not finish" not in printed(*simulation_tables(simulation_view(busy())))
     assert "trajector" not in said and "completed trajectories" in printed(
         *simulation_tables(simulation_view(trajectories()))
     )

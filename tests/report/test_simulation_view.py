@@ -129,7 +129,7 @@ def test_a_reader_is_told_what_did_not_end() -> None:
 
 
 def test_nothing_to_judge() -> None:
-    assert headline(simulation_view(run(Requests(list, {})))).startswith("No request came")
+    assert headline(simulation_view(run(Requests(list, {})))).startswith("No request arrived")
     assert headline(simulation_view(run(open_loop(3), time_limit=1))).startswith("None of 3 requests finished")
 
 

@@ -72,7 +72,7 @@ def test_a_state_that_is_none_is_refused_in_one_line(tmp_path: Path, state: str)
     file.write_bytes(state.encode("utf-8", errors="surrogateescape"))
     result = CliRunner().invoke(app, ["route", str(EXAMPLES / "gateway.yaml"), "--state", str(file)])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
-    assert "no state of the policy cmlfq" in result.stderr and "give another file" in result.stderr
+    assert "not a state of the policy cmlfq" in result.stderr and "give another file" in result.stderr
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
@@ -120,7 +120,7 @@ def test_engines_need_no_file_and_policies_may_be_your_own(tmp_path: Path) -> No
             "route: policy is 'none.py:Mine': there is no file none.py",
         ),
         ([str(EXAMPLES / "gateway.yaml"), "--route", "best"], "route: policy is 'best'; choose one of"),
-        (["--workers-from", "10.0.0.0/99"], "workers_from: '10.0.0.0/99' is no host"),
+        (["--workers-from", "10.0.0.0/99"], "workers_from: '10.0.0.0/99' is not a host"),
     ],
 )
 def test_engines_that_make_no_gateway_are_refused_in_one_line(words: list[str], says: str) -> None:

@@ -264,7 +264,7 @@ def test_an_answer_is_written_point_by_point(tmp_path: Path) -> None:
         assert yaml.safe_load(text)["engines"][0]["model"] == str(tmp_path / "model")
     with pytest.raises(ValueError, match=r"point-1\.yaml: is there already; give another directory, or remove it"):
         write_engines(found, tmp_path / "new" / "engines")
-    with pytest.raises(ValueError, match=r"config\.json: is no directory"):
+    with pytest.raises(ValueError, match=r"config\.json: is not a directory"):
         write_engines(found, tmp_path / "model" / "config.json")
 
 

@@ -544,7 +544,7 @@ def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(
     ("keys", "says"),
     [
         ({"model": "Qwen/Qwen3-0.6B"}, "engines.0.afd: Qwen/Qwen3-0.6B has no experts"),
-        ({"afd": {**AFD, "attention": 5}}, "engines.0.afd.attention is 5, no multiple of ffn 2"),
+        ({"afd": {**AFD, "attention": 5}}, "engines.0.afd.attention is 5, not a multiple of ffn 2"),
         ({"afd": {**AFD, "attention": 3, "ffn": 3}}, "engines.0.afd.ffn is 3; it must divide the 128 experts"),
         ({"afd": {**AFD, "ffn": 1}, "gpu": "L40S"}, "engines.0.afd.ffn is 1: an FFN rank needs"),
         ({"afd": {**AFD, "ffn_gpu": "H1000"}}, "engines.0.afd.ffn_gpu: unknown GPU 'H1000'"),

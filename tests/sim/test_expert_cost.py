@@ -119,5 +119,5 @@ def test_jumps_pass_moves_and_draws(phase: int | None, drawn: int | None, drafts
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_redundant_experts is 3: 19 experts are no multiple of 4 GPUs"):
+    with pytest.raises(ValueError, match="num_redundant_experts is 3: 19 experts are not a multiple of 4 GPUs"):
         ExpertCost(GRID, CONFIG, load(), replace(BALANCING, num_redundant_experts=3))

@@ -266,6 +266,6 @@ def test_ranks_of_a_group_are_alike() -> None:
             )
         return str(error.value)
 
-    assert refused(replace(config, max_num_seqs=3)) == "the ranks of group g differ in their settings: make them alike"
+    assert refused(replace(config, max_num_seqs=3)) == "the ranks of group g differ in their settings: make them equal"
     update = WeightUpdate(0, 1, engines=frozenset({1}))
     assert "pauses as a whole" in refused(config, (update,))

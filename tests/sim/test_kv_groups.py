@@ -124,7 +124,7 @@ def test_kv_of_groups_does_not_move() -> None:
         (("full", 0, 0), "block_size of full is 0"),
         (("full", 4, 8), "tokens of full is 8"),
         (("window", 4, 1), "tokens of window is 1"),
-        (("chunk", 4, 6), "no multiple of its block_size 4"),
+        (("chunk", 4, 6), "not a multiple of its block_size 4"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(given: tuple[Any, int, int], told: str) -> None:

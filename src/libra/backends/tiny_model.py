@@ -61,7 +61,7 @@ class TokenizerCodec:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises no narrower one
             raise ConfigError(
-                f"model.directory: {path} is no tokenizer ({error}); save the model there again"
+                f"model.directory: {path} is not a tokenizer ({error}); save the model there again"
             ) from None
 
     def encode(self, text: str) -> list[int]:

@@ -70,7 +70,7 @@ def choose_plan(
         policy,
         seed=effort.seed,
         solved=solved,
-        measuring=lambda: tell(ChoiceProgress("measuring what the router gets right")),
+        measuring=lambda: tell(ChoiceProgress("measuring the recall of the router")),
     )
     kinds = candidates(menu, best, solved)
     plans = [answer(request, menu, it.solution, placed) for it in kinds]

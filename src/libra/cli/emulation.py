@@ -29,7 +29,7 @@ def emulate(
         "127.0.0.1"
     ),
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
+        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must send.")
     ] = None,
     speed: Annotated[float, typer.Option(help="Simulated seconds per second.")] = 1.0,
     default_tokens: Annotated[

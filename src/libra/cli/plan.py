@@ -39,7 +39,7 @@ def plan(
         str | None, typer.Option("--model", "-m", help="config.json of the model, its directory, or a known name.")
     ] = None,
     request: Annotated[
-        Path | None, typer.Option("--request", "-r", help="request.yaml: batch, mode, lengths, what training keeps.")
+        Path | None, typer.Option("--request", "-r", help="request.yaml: batch, mode, lengths, state of training.")
     ] = None,
     profile: Annotated[
         str | None,
@@ -221,9 +221,9 @@ def plan(
 def _refuse_of_clusters(host: str | None, router: str | None, framework: str | None) -> None:
     """Raise ValueError if an option is given that is only for clusters of GPUs."""
     if host is not None:
-        raise ValueError("--host is for engines on GPUs; a run's profile.json has all that was measured")
+        raise ValueError("--host is for engines on GPUs; a run's profile.json has the measured times")
     if router is not None:
-        raise ValueError("--router is for a cluster of GPUs; a run's configuration says who routes")
+        raise ValueError("--router is for a cluster of GPUs; a run's configuration names the router")
     if framework is not None:
         raise ValueError("--for is for a cluster of GPUs; libra run carries out the plans of its own runs")
 
@@ -262,7 +262,7 @@ def _plan_run(
     if profile is None:
         raise ConfigError(
             "--model or --profile is missing: with --model a cluster of GPUs is planned; with --profile profile.json"
-            " (what a run has measured) a run on one machine"
+            " (measured by a run) a run on one machine"
         )
     if what_if:
         raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")

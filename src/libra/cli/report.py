@@ -22,7 +22,7 @@ def report(
     ] = None,
     page_port: Annotated[
         int | None,
-        page_option("the page at this port of 127.0.0.1, and renew it while the run goes on"),
+        page_option("the page at this port of 127.0.0.1, and renew it during the run"),
     ] = None,
 ) -> None:
     """Make the page of a run from its records, also of a run that was killed or is still running.

@@ -39,7 +39,7 @@ def route(
         typer.Option(
             "--workers-from",
             metavar="HOST",
-            help="Address, network or name of hosts whose engines may join by POST /workers, beside this machine.",
+            help="Address, network or name of further hosts whose engines may join by POST /workers.",
         ),
     ] = None,
     shared: Annotated[
@@ -53,7 +53,7 @@ def route(
         "127.0.0.1"
     ),
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
+        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must send.")
     ] = None,
     learn_from: Annotated[
         list[Path] | None,
@@ -169,7 +169,7 @@ def _policy(config: GatewayConfig, state: Path | None) -> Policy:
         return restore_policy(config.route, known)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(
-            f"--state {state}: no state of the policy {config.route} ({error}); give another file"
+            f"--state {state}: not a state of the policy {config.route} ({error}); give another file"
         ) from None
 
 

@@ -98,7 +98,7 @@ def _carrying(settings: RunConfig, file: Path, resume: bool) -> tuple[RunConfig,
     from libra.plan.plan import parse_plan, require_answer
 
     if resume:
-        raise ConfigError("--plan says how a run begins, and --resume goes on where it was: leave one of them out")
+        raise ConfigError("--plan describes the start of a run, and --resume continues one: leave one of them out")
     try:
         plan = parse_plan(read_input(file), where=str(file))
         require_answer(plan, plan.request.menu().problem)
@@ -138,11 +138,13 @@ async def _until_terminated(work: Awaitable[Result]) -> Result:
     """The result of `work`, which SIGTERM cancels like Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
+    before = signal.getsignal(signal.SIGTERM)
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         return await work
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_locked(
@@ -177,7 +179,7 @@ def _run_locked(
     except (KeyboardInterrupt, asyncio.CancelledError):
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
-        status, problem = 3, f"the run cannot go on: {error}"
+        status, problem = 3, f"the run cannot continue: {error}"
     except (EpisodeFileError, JournalError, RecordFormatError) as error:
         bad_input(error)
     except DiskError as error:

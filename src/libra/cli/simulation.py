@@ -156,7 +156,7 @@ def _cold_router(deployment: Deployment) -> list[str]:
         return []
     return [
         f"{deployment.route} begins without evidence, so trajectories stay in the first bucket until some have"
-        " finished; with --learn-from it has seen a log before"
+        " finished; --learn-from shows it a log first"
     ]
 
 

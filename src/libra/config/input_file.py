@@ -24,7 +24,7 @@ def beyond_floats(found: object) -> bool:
 
 
 def open_input(path: Path | str) -> IO[bytes]:
-    """Open a regular file for reading. Raises `OSError`, also when `path` is no regular file."""
+    """Open a regular file for reading. Raises `OSError`, also when `path` is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):

@@ -111,7 +111,7 @@ def checked(path: Path, schema: type[S], data: object) -> S:
 
 
 def valid(schema: type[S], data: object, within: str = "") -> S:
-    """`data`, found at the dotted key `within`, as a `schema`. Raises ValueError that opens with the key."""
+    """`data`, found at the dotted key `within`, as a `schema`. Raises ValueError that begins with the key."""
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -122,7 +122,7 @@ def valid(schema: type[S], data: object, within: str = "") -> S:
 
 
 def refusal(path: Path, problem: str) -> ConfigError:
-    """The error to raise: `problem` as one line that opens with the file."""
+    """The error to raise: `problem` as one line that begins with the file."""
     return ConfigError(" ".join(f"{path}: {problem}".split()))
 
 

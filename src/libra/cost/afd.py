@@ -36,7 +36,7 @@ class StageGrid:
             raise ValueError(f"StageGrid.tokens is {self.tokens}; list two or more rising values")
         if not len(self.tokens) == len(self.outside) == len(self.head) == len(self.experts):
             raise ValueError(
-                "StageGrid.outside, head and experts need a time for each of tokens; measure what is missing"
+                "StageGrid.outside, head and experts need a time for each of tokens; measure the missing ones"
             )
 
     def outside_seconds(self, tokens: float) -> float:
@@ -70,7 +70,9 @@ def afd_refusal(model: ModelSpec, attention: int, ffn: int, micro_batches: int) 
     if model.experts is None:
         return f"afd: {model.name} has no experts that FFN ranks could hold: leave it out, or name a mixture of experts"
     if attention % ffn:
-        return f"afd.attention is {attention}, no multiple of ffn {ffn}: each FFN rank serves as many attention ranks"
+        return (
+            f"afd.attention is {attention}, not a multiple of ffn {ffn}: each FFN rank serves as many attention ranks"
+        )
     if model.experts.count % ffn:
         return f"afd.ffn is {ffn}; it must divide the {model.experts.count} experts of {model.name}"
     if micro_batches < 1:

@@ -35,7 +35,7 @@ class ExpertGrid:
         if len(self.tokens) < 2 or any(low >= high for low, high in pairwise(self.tokens)):
             raise ValueError(f"ExpertGrid.tokens is {self.tokens}; list two or more rising values")
         if not len(self.tokens) == len(self.experts) == len(self.exchange):
-            raise ValueError("ExpertGrid.experts and exchange need a time for each of tokens; measure what is missing")
+            raise ValueError("ExpertGrid.experts and exchange need a time for each of tokens; measure the missing ones")
 
     def layer_seconds(self, tokens: Seconds) -> Seconds:
         """Experts and exchange of a layer; `tokens` is the number on the fullest GPU."""

@@ -64,7 +64,7 @@ def power_law(experts: int, active: int, exponent: float, layers: int, seed: int
 
 def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layers: int) -> Shares:
     """Shares by counts of how often tokens chose each expert: a row for each layer, or one for all. Raises ValueError
-    that opens with `frequencies`."""
+    that begins with `frequencies`."""
     if len(counts) not in (1, layers):
         raise ValueError(f"frequencies are {len(counts)} rows; give 1 or {layers} of {experts} counts each")
     for place, row in enumerate(counts):

@@ -145,7 +145,9 @@ class EngineProfile:
 
 def _require_table(field: str, rows: tuple[int, ...], columns: tuple[int, ...], table: Table) -> None:
     if len(table) != len(rows) or any(len(row) != len(columns) for row in table):
-        raise ValueError(f"EngineGrid.{field} is not {len(rows)} rows of {len(columns)} times; measure what is missing")
+        raise ValueError(
+            f"EngineGrid.{field} is not {len(rows)} rows of {len(columns)} times; measure the missing ones"
+        )
     seconds = np.array(table, dtype=float)
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise ValueError(f"EngineGrid.{field} has a time that is not positive and finite; measure it again")

@@ -44,7 +44,7 @@ KV_FORMATS: Mapping[str, NumberFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantization settings of one engine. Raises ValueError that opens with the key of an unknown name."""
+    """Quantization settings of one engine. Raises ValueError that begins with the key of an unknown name."""
 
     quantization: str | None = None  # None: as the checkpoint stores weights
     kv_cache_dtype: str = "auto"  # auto: what the checkpoint asks for, otherwise 16 bits

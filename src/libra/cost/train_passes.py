@@ -188,7 +188,7 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
         forward = forward + counts * (dense / tp + held) * (state.weights + state.product) / rates.bandwidth
     head = 2 * model.vocab * model.hidden * tokens / tp / (rates.head or rates.linear)
     keys = batch.context_sum / table.dp
-    # Where layers differ, each stage is taken to have its share of all attention and states.
+    # Where layers differ, each stage is assumed to have its share of all attention and states.
     attention = model.key_flops(mean) * keys * layers / model.layers / (tp * table.cp) / rates.attention
     if model.token_flops:
         attention = attention + model.token_flops * tokens * layers / model.layers / tp / rates.attention

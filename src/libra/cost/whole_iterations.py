@@ -91,7 +91,7 @@ def whole_iterations(
         likely = -math.expm1(-admitted)
         tokens = batch.tokens * admitted / likely  # in such an iteration
         room = max(0, sizes[-1] - sequences)
-        eager = math.exp(-room / tokens) if tokens else float(not room)  # chunks are taken to be exponential
+        eager = math.exp(-room / tokens) if tokens else float(not room)  # chunks are assumed to be exponential
         least = (1 - eager) * host.piecewise + eager * host.eager
         reading = terms.longest * context * (1 + batch.uneven)
         return likely * max(reading, least - device - token * tokens)

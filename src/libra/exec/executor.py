@@ -52,7 +52,7 @@ class Executor(Generic[Processes]):
         self.pool, self.processes, self.longest_context = pool, processes, longest_context
         self._journal, self._observer, self._clock, self._longest = journal, observer, clock, longest
         self._plans: tuple[Allocation, ...] = ()
-        self._ends: dict[str, str] = {}  # why a worker went away in the middle of its move
+        self._ends: dict[str, str] = {}  # why a worker was lost in the middle of its move
         self._drop: str | None = None  # why no further move of the plan is to be made
         self._watch: asyncio.Task[None] | None = None
 
@@ -136,7 +136,7 @@ class Executor(Generic[Processes]):
         Raises `WorkerLostError` for a worker that does nothing, and the error of a move that fails."""
         duty = self.pool[name].duty
         if duty.role not in (Role.ROLLOUT, Role.TRAIN):  # idle, or retired
-            raise WorkerLostError(f"worker {name} does nothing that it could be restarted for")
+            raise WorkerLostError(f"worker {name} has no role to restart in")
         return await self.move(Move(name, duty, duty))
 
     def drop_rest(self, why: str) -> None:
@@ -236,7 +236,7 @@ class Executor(Generic[Processes]):
 
     def _require(self, expected: Worker) -> None:
         if self.pool[expected.id] != expected:
-            raise WorkerLostError(f"worker {expected.id} went away")
+            raise WorkerLostError(f"worker {expected.id} was lost")
 
     def _begin(self, move: Move) -> float:
         self._journal.commit(journal.MoveBegun(move.worker, move.before, move.after))

@@ -49,7 +49,7 @@ def _reader(config: _Config) -> Callable[[_Config], WeightFormat]:
     if method is None:
         raise ValueError(f"{_FIELD}.quant_method: this field is required; add it")
     if not isinstance(method, str) or method not in _READERS:
-        raise ValueError(f"{_FIELD}.quant_method: {shown(method)} has no price; known are {', '.join(_READERS)}")
+        raise ValueError(f"{_FIELD}.quant_method: {shown(method)} is not supported; known are {', '.join(_READERS)}")
     return _READERS[method]
 
 
@@ -57,7 +57,7 @@ def _fp8(config: _Config) -> WeightFormat:
     block = config.get("weight_block_size")
     experts = config.get("expert_dtype")
     if experts not in (None, "fp4", "fp8"):
-        raise ValueError(f"expert_dtype: {shown(experts)} has no price; known are fp4 and fp8")
+        raise ValueError(f"expert_dtype: {shown(experts)} is not supported; known are fp4 and fp8")
     own = (KindFormat("experts", NumberFormat(4, 32, 8), "fp4"),) if experts == "fp4" else ()
     return WeightFormat(
         "fp8", NumberFormat(8), "fp8", block=0 if block is None else _square("weight_block_size", block), own=own
@@ -66,7 +66,7 @@ def _fp8(config: _Config) -> WeightFormat:
 
 def _square(name: str, block: object) -> int:
     if not (isinstance(block, list) and len(block) == 2 and block[0] == block[1] and type(block[0]) is int):
-        raise ValueError(f"{_FIELD}.{name}: only square blocks have a price, such as [128, 128] (got {shown(block)})")
+        raise ValueError(f"{_FIELD}.{name}: only square blocks are supported, such as [128, 128] (got {shown(block)})")
     if block[0] < 1:
         raise ValueError(f"{_FIELD}.{name}: expected sizes of 1 or more (got {shown(block)})")
     return int(block[0])
@@ -78,7 +78,7 @@ def _compressed_tensors(config: _Config) -> WeightFormat:
         raise ValueError(f"{_FIELD}.config_groups: expected an object of groups (got {shown(groups)})")
     found = {_group(f"config_groups.{name}", group) for name, group in groups.items()}
     if len(found) > 1:
-        raise ValueError(f"{_FIELD}.config_groups: {len(groups)} groups of different types have no price; only one has")
+        raise ValueError(f"{_FIELD}.config_groups: {len(groups)} groups of different types are not supported; give one")
     return found.pop()
 
 
@@ -101,8 +101,8 @@ def _group(place: str, group: _Config) -> WeightFormat:
     if (bits, kind) == (4, "int"):
         return WeightFormat("int4", _grouped(4, size, 16))
     raise ValueError(
-        f"{_FIELD}.{place}.weights: {shown(kind)} of {shown(bits)} bits in groups of {size or 'a channel'} has no price"
-        "; known are float and int of 8 bits, int of 4, and float of 4 in groups of 16 or 32"
+        f"{_FIELD}.{place}.weights: {shown(kind)} of {shown(bits)} bits in groups of {size or 'a channel'} is not"
+        " supported; known are float and int of 8 bits, int of 4, and float of 4 in groups of 16 or 32"
     )
 
 
@@ -203,9 +203,9 @@ def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
             continue
         found = [(_ALGORITHMS[algorithm], share.of(kind)) for algorithm, share in named.items() if share.of(kind)]
         if len(found) > 1:
-            raise ValueError(f"{_FIELD}.quantized_layers: {kind} matrices of more than one type have no price")
+            raise ValueError(f"{_FIELD}.quantized_layers: {kind} matrices of more than one type are not supported")
         if found and beside and found[0][1] < 1:
-            raise ValueError(f"{_FIELD}.quantized_layers: {kind} matrices of more than one type have no price")
+            raise ValueError(f"{_FIELD}.quantized_layers: {kind} matrices of more than one type are not supported")
         if found:
             own.append(KindFormat(kind, found[0][0].number, found[0][0].product))
         kept[kind] = 1 - found[0][1] if found else 0.0 if beside else 1.0
@@ -217,7 +217,7 @@ def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
 
 def _algorithm(place: str, name: object) -> str:
     if not isinstance(name, str) or name.upper() not in _ALGORITHMS:
-        raise ValueError(f"{_FIELD}.{place}: {shown(name)} has no price; known are {', '.join(_ALGORITHMS)}")
+        raise ValueError(f"{_FIELD}.{place}: {shown(name)} is not supported; known are {', '.join(_ALGORITHMS)}")
     return name.upper()
 
 

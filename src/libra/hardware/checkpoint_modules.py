@@ -93,7 +93,7 @@ def _matcher(patterns: list[str]) -> Callable[[str], bool]:
             try:
                 expressions.append(re.compile(pattern[3:]))
             except re.error as error:
-                raise ValueError(f"{shown(pattern)} is no regular expression: {error}") from None
+                raise ValueError(f"{shown(pattern)} is not a regular expression: {error}") from None
             continue
         short = pattern[pattern.index("layers.") :] if "layers." in pattern else pattern
         if "*" in pattern:

@@ -1,5 +1,6 @@
-"""KV cache groups: layers of a model that share a block table, as in vLLM's `KVCacheGroupSpec`. ¶ Invariant: all groups
-of an engine take their blocks from one pool, so a block has the same bytes in each of them.
+"""KV cache groups: layers of a model that share a block table, as in vLLM's `KVCacheGroupSpec`.
+
+Invariant: all groups of an engine take their blocks from one pool, so a block has the same bytes in each of them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,6 @@ class KVGroup:
             raise ValueError(f"kv_groups: tokens of {self.kind} is {self.tokens}; set it to 2 or more")
         elif self.kind == "chunk" and self.tokens % self.block_size:
             raise ValueError(
-                f"kv_groups: tokens of chunk is {self.tokens}, which is no multiple of its block_size"
+                f"kv_groups: tokens of chunk is {self.tokens}, which is not a multiple of its block_size"
                 f" {self.block_size}; make it one"
             )

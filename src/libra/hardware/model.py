@@ -44,7 +44,7 @@ class ModelSpec:
         if set(self.order) != set(range(len(self.kinds))):
             raise ValueError(f"order names other kinds than the {len(self.kinds)} of the model; name each of them")
         if len({kind.experts for kind in self.kinds if kind.experts}) > 1:
-            raise ValueError("layers have experts of different shapes, and only one shape has a price")
+            raise ValueError("layers have experts of different shapes, and only one shape is supported")
 
     # Layers
 

@@ -170,7 +170,9 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
     )
     unread = None if family.known else next(fields.unread(), None)
     if unread is not None:
-        raise ValueError(f"{unread}: this field may change the shape, and its family is unknown: it has no price")
+        raise ValueError(
+            f"{unread}: this field may change the shape, and its family is unknown, so it is not supported"
+        )
     return spec
 
 

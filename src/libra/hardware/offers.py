@@ -37,7 +37,7 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
     for part in text.split(","):
         match = _OFFER.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part.strip()!r} is no offer; give NAME:GPUS or NAME:FIRST..LAST, as in h100:8..64")
+            raise ValueError(f"{part.strip()!r} is not an offer; give NAME:GPUS or NAME:FIRST..LAST, as in h100:8..64")
         name, first, last = match[1], int(match[2]), int(match[3] or match[2])
         if not 0 < first <= last:
             raise ValueError(f"{part.strip()}: give at least 1 GPU, and the smaller number first")

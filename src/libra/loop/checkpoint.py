@@ -44,7 +44,7 @@ from libra.records.schema import (
 _STATE = "state.json"
 FORMAT = 4  # the files are listed in a manifest, and the lines of journal and episodes are chains of checksums
 _NUMBERED = re.compile(r"checkpoint-(\d{1,12})")
-_KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the one before
+_KEPT = 2  # checkpoints: if the newest is damaged, a run continues from the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def read_interrupted(directory: Path) -> Interrupted:
         with writing(path):
             shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
             path.rename(path.with_name(f"{path.name}.damaged"))
-    words = tuple(f"{why}: the run goes on from {checkpoint.name}" for why in damaged.values())
+    words = tuple(f"{why}: the run continues from {checkpoint.name}" for why in damaged.values())
     return Interrupted(checkpoint, state, history, found, replace(recorded, damaged=words + recorded.damaged))
 
 

@@ -1,6 +1,6 @@
 """The requests of one served episode, as contexts that grow turn by turn.
 
-Invariant: a request whose text begins with all of a context goes on with it, token for token as it was sampled; any
+Invariant: a request whose text begins with all of a context continues it, token for token as it was sampled; any
 other begins a context of its own. So no sampled token is encoded again.
 """
 
@@ -65,8 +65,8 @@ class Conversation:
     _under_way: set[asyncio.Task[Reply]] = field(default_factory=set)
 
     async def reply(self, asked: ChatRequest) -> Reply:
-        """The next turn. Raises ValueError for messages that the model cannot read, and TooLongError. The turn goes on
-        where the caller is cancelled: its tokens are of the episode."""
+        """The next turn. Raises ValueError for messages that the model cannot read, and TooLongError. The turn
+        continues if the caller is cancelled: its tokens belong to the episode."""
         task = asyncio.create_task(self._reply(asked))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -130,7 +130,7 @@ class Conversation:
         return Reply(message, prompt, len(sampled), ending)
 
     def _context(self, text: str) -> _Context:
-        """The longest one that `text` goes on with, or a new one."""
+        """The longest one that `text` continues, or a new one."""
         found = [each for each in self._contexts if each.turn and not each.busy and text.startswith(each.text)]
         return max(found, key=lambda each: len(each.text), default=None) or _Context(self.begin(len(self._contexts)))
 

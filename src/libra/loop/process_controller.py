@@ -40,7 +40,7 @@ from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
 from libra.records.files import writing
 
-# Time for which an engine that is freed may go on with its turns. A stopped turn costs computing its context again
+# Time for which an engine that is freed may continue its turns. A stopped turn costs computing its context again
 # elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as stopping
 # costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al. 1988).
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -129,7 +129,7 @@ class SlotProcesses:
             raise WorkerLostError(f"engine {worker} is not in service")
         engine = instance.handle
         await engine.drained(_GRACE_SECONDS)
-        await engine.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
+        await engine.vacate(_LEAVING_SECONDS)  # turns continue on other engines, with their KV where that pays
         if then.role is Role.TRAIN and isinstance(engine, EngineHandle) and self._sleeps(engine.link, instance.shape):
             await self._sleeping.lay(engine, instance.shape)
             del self._handles[worker]
@@ -356,7 +356,7 @@ class SlotProcesses:
         self.observer.recalled(handle.name, handle.away)
         self.fleet.renewed()
         if handle.away:
-            background(handle.vacate(_LEAVING_SECONDS))  # its turns go on elsewhere
+            background(handle.vacate(_LEAVING_SECONDS))  # its turns continue on other engines
 
     async def _load_or_lose(self, handle: Engine) -> float | None:
         """Load the current weights; returns the seconds. An engine that cannot load them is lost, since it must not

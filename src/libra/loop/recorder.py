@@ -1,5 +1,7 @@
-"""The run directory: all records of a run, written while it runs. ¶ Invariant: a record is a complete line of its own;
-a run that ends at any point leaves readable files. A full disk is a `DiskError` that names the file.
+"""The run directory: all records of a run, written while it runs.
+
+Invariant: a record is a complete line of its own; a run that ends at any point leaves readable files. A full disk is a
+`DiskError` that names the file.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Recorder:
     def begin(self) -> None:
         """Note that reinforcement learning begins, or continues."""
         self._began = time.monotonic()
-        what = "goes on" if self._seconds_before else "begins"
+        what = "continues" if self._seconds_before else "begins"
         self._write(
             "events", EventRecord(self.now(), "began", None, f"reinforcement learning {what}", clock=self._began)
         )

@@ -1,6 +1,7 @@
-"""Decides when to plan again, and has the plan carried out during the steps. ¶ Invariant: a decision is made from this
-run's measurements, for the present workers, and carried out during the steps; one at a time. After a loss, a new plan
-is made as soon as no move is in progress.
+"""Decides when to plan again, and has the plan carried out during the steps.
+
+Invariant: a decision is made from this run's measurements, for the present workers, and carried out during the steps;
+one at a time. After a loss, a new plan is made as soon as no move is in progress.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class ReplanController:
         else:
             self.periods.dropped()
             self.recorder.event("warning", None, f"the plan is dropped: {applied.failure}")
-        # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot go on for
+        # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot continue for
         # ever: a slot that loses its process again and again is retired.
         if any(moved.outcome == "failed" for moved in applied.moves) or (applied.failure and self._any_idle()):
             self.worker_lost()
@@ -227,7 +228,7 @@ class ReplanController:
             period=self.periods.number,
             step=self._step,
             time=self.recorder.now(),
-            before=current.describe() if current is not None else "nothing that can go on",
+            before=current.describe() if current is not None else "nothing that can continue",
             after=plan.allocation.describe(),
             before_seconds=before,
             after_seconds=after,

@@ -108,7 +108,7 @@ class Rollout:
             return "timeout", environment.timeout_text
         except ToolError as error:
             return "error", str(error)
-        except Exception:  # noqa: BLE001 - a tool is a user's code: the agent sees that it broke, the run goes on
+        except Exception:  # noqa: BLE001 - a tool is a user's code: the agent sees that it broke, the run continues
             return "error", environment.error_text
         return ("ok", reply) if isinstance(reply, str) else ("error", environment.error_text)
 

@@ -1,4 +1,5 @@
-"""The directory of a run: its lock, the checks whether a run can start or resume in it, and its `config.json`. ¶
+"""The directory of a run: its lock, the checks whether a run can start or resume in it, and its `config.json`.
+
 Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when the
 process ends, however it ends.
 """
@@ -93,7 +94,9 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
     """Check that a run can start, or resume, in its directory. Raises `ConfigError`."""
     directory = config.run_directory
     if resume and overwrite:
-        raise ConfigError("--resume and --overwrite contradict each other: one goes on from what the other deletes")
+        raise ConfigError(
+            "--resume and --overwrite contradict each other: one continues the run that the other deletes"
+        )
     if not can_be_written(directory):
         raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
     used = directory.is_dir() and bool(_files(directory))
@@ -141,7 +144,7 @@ def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], An
         if old != new and new != "auto":  # auto keeps what it chose then
             name = key if section is None else f"{section}.{key}"
             raise ConfigError(
-                f"{name}: the run was started with {old} and cannot go on with {new}; give the same, or start again"
+                f"{name}: the run was started with {old} and cannot continue with {new}; give the same, or start again"
                 " with --overwrite"
             )
 

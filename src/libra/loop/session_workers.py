@@ -174,7 +174,7 @@ class SessionWorkers:
             return _start_allocation(self.config)
         moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
         self.progress.line(
-            f"goes on from {before.checkpoint.name}; the run had reached version {before.journal.version}"
+            f"continues from {before.checkpoint.name}; the run had reached version {before.journal.version}"
             + (f", and {moves}" if moves else "")
         )
         holds = {name: shape.max_model_len for name, shape in self.config.all_engines.items()}

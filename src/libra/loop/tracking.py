@@ -1,6 +1,7 @@
-"""A run's numbers for the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow. ¶ Invariant: a
-tracker never ends a run. One that fails is named once and gets nothing more; the run's own records are complete without
-it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
+"""A run's numbers for the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow.
+
+Invariant: a tracker never ends a run. One that fails is named once and gets nothing more; the run's own records are
+complete without it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Tracking:
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - whatever another library raises, the run goes on
+        except Exception as error:  # noqa: BLE001 - whatever another library raises, the run continues
             self._tracker = None
             self._tell(f"{self._name} failed and gets no more values: {type(error).__name__}: {error}")
 

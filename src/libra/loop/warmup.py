@@ -1,6 +1,7 @@
-"""The supervised start: a policy that acts, imperfectly, trained on demonstrations. ¶ Invariant: the warm model depends
-only on its configuration, the environment and the seed, so it can be cached and reused: three runs that differ in their
-learning rate start from the same weights.
+"""The supervised start: a policy that acts, imperfectly, trained on demonstrations.
+
+Invariant: the warm model depends only on its configuration, the environment and the seed, so it can be cached and
+reused: three runs that differ in their learning rate start from the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from libra.environments.served import ServedEnvironment
 from libra.loop.rollout import Codec
 from libra.plan.options.slots import longest_context
 
-_RECIPE = 2  # counts up when the way of training changes, so that no older warm model is taken for this one
+_RECIPE = 2  # counts up when the way of training changes, so that no older warm model is used for this one
 _RAMP_STEPS = 50  # of the learning rate
 _FINAL_RATE = 0.05  # of the learning rate, reached linearly
 

@@ -173,7 +173,7 @@ def decide(
 
     after = _expected(cases, proposed, bias)
     if current is None:
-        return decided(None, None, "nothing runs yet, or nothing that can go on: the best plan starts")
+        return decided(None, None, "nothing runs yet, or nothing that can continue: the best plan starts")
     unfit = next((reason for case in cases if (reason := case.infeasibility(current)) is not None), None)
     if unfit is not None:
         return decided(None, None, f"the current allocation no longer fits: {unfit}")

@@ -45,7 +45,7 @@ _WORDS: dict[Cause, tuple[str, str]] = {
     Cause.COMPUTING: ("computing", "forward, backward, optimiser"),
     Cause.EXCHANGING: ("exchanging gradients", "all-reduce over the replicas"),
     Cause.PUBLISHING: ("publishing", "trainers, until all engines hold the new weights"),
-    Cause.LOADING: ("loading weights", "the engine stands still for them"),
+    Cause.LOADING: ("loading weights", "the engine pauses for them"),
     Cause.CHECKPOINTING: ("checkpointing", "trainers, while a checkpoint is written"),
     Cause.REDOING: ("redoing steps", "after a loss, or when a run is resumed"),
     Cause.ROLLOUT_BOUND: ("rollout-bound", "trainers wait for a batch"),

@@ -165,7 +165,7 @@ def _pools(explanation: Explanation) -> Table:
 
 
 def _alternatives(explanation: Explanation) -> Table:
-    title = "Next best plans, and the best that decide otherwise"
+    title = "Next best plans, and the best with another decision"
     table = Table("plan", whole("loss"), whole("step"), "devices and engines", title=title)
     for place, plan in enumerate(explanation.runners_up, start=2):
         table.add_row(f"no. {place}", loss(plan), duration(plan.predicted.step), cell(roles(plan)))
@@ -180,7 +180,7 @@ def _alternatives(explanation: Explanation) -> Table:
 
 
 def _reliefs(explanation: Explanation) -> Table:
-    table = Table("change", whole("saves"), whole(""), title="What would shorten the step")
+    table = Table("change", whole("saves"), whole(""), title="Changes that would shorten the step")
     for relief in explanation.reliefs:
         saved = (duration(relief.seconds), percent(relief.gain)) if relief.binds else ("nothing", "")
         table.add_row(cell(relief.change), *saved)
@@ -204,7 +204,7 @@ def fewer_nodes_rows(explanation: Explanation) -> list[tuple[str, str, str]]:
 
 
 def _fewer_nodes(explanation: Explanation) -> Table:
-    table = Table("nodes left", number("devices back"), "step", title="What could be given back")
+    table = Table("nodes left", number("devices back"), "step", title="Nodes that could be given back")
     for place, row in enumerate(fewer_nodes_rows(explanation)):
         if place == len(explanation.fewer_nodes):
             table.add_section()
@@ -235,7 +235,7 @@ def _around(splits: Sequence[Split], devices: int) -> Sequence[Split]:
 
 
 def _rejected(explanation: Explanation) -> Table:
-    table = Table(number("options"), "why, for instance", title="What is no option (why each: --json, --html)")
+    table = Table(number("options"), "why, for instance", title="Rejected options (reasons: --json, --html)")
     for rejected in explanation.rejected[:MOST_KINDS]:
         table.add_row(f"{len(rejected.options):,}", cell(rejected.options[0][1].partition(";")[0]))
     left = sum(len(rejected.options) for rejected in explanation.rejected[MOST_KINDS:])

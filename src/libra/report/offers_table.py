@@ -13,8 +13,8 @@ from libra.report.words import MISSING, cell, count, days, dollars, duration, pl
 
 COLUMNS = ("cluster", "a step", "all steps", "cost", "train + generate", "")
 CAPTION = (
-    "~: predicted, not simulated; bettered: another is cheaper and no slower. Steps are taken to last as long as that"
-    " of the plan."
+    "~: predicted, not simulated; bettered: another is cheaper and no slower. Every step is assumed to take as long"
+    " as the plan's."
 )
 
 

@@ -155,7 +155,7 @@ def _bounds_table(roles: RolesView, push: bool) -> CardTable:
     if found.broken:
         pulls += f"; {count(found.broken)} broken off"
     if roles.waited_seats is not None:
-        engines["decode"] += f"; {percent(roles.waited_seats, 0)} of the wait while seats were taken"
+        engines["decode"] += f"; {percent(roles.waited_seats, 0)} of the wait while batches were full"
     lines: tuple[tuple[Bottleneck | None, Bar, str], ...] = (
         ("prefill", Bar(f"{percent(roles.busy['prefill'])} busy", roles.busy["prefill"]), engines["prefill"]),
         (
@@ -202,7 +202,7 @@ def _parts_table(roles: RolesView, push: bool) -> CardTable:
     else:
         note += " The first decode is the iteration that gives the first token, with the wait for it."
     if alone is not None:
-        note += f" With its links to itself a transfer takes {fine_duration(alone.mean)} in the mean."
+        note += f" Alone on its links, a transfer takes {fine_duration(alone.mean)} in the mean."
     rows: list[tuple[str | Bar, ...]] = [
         (
             name,

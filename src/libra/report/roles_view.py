@@ -118,7 +118,7 @@ def _bottleneck(
     transfers: str,
 ) -> tuple[Bottleneck, str]:
     if not waits or metrics.latency is None:
-        return "unknown", "No request that was handed over finished, so nothing is known of what bounds it."
+        return "unknown", "No request that was handed over finished, so its bottleneck is not known."
     works = (
         f"on average a prefill engine works {percent(busy['prefill'], 0)} of the time,"
         f" a decode engine {percent(busy['decode'], 0)}"

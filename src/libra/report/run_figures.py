@@ -141,7 +141,9 @@ def _seconds(log: RunLog) -> Figure:
     other = [(it.step, max(0.0, it.step_seconds - seconds)) for it, seconds in zip(log.steps, known, strict=True)]
     parts = [part for part in (*parts, Series("other", _OTHER, other)) if any(seconds for _, seconds in part.points)]
     busiest = Series("busiest engine generates (meanwhile)", _MEASURED, _by_step(log, "generate_seconds"))
-    note = "Columns: the trainer's time. Line: engines, which work beside it." + _thinned(log, MAX_COLUMNS, "column")
+    note = "Columns: the trainer's time. Line: engines, which work at the same time." + _thinned(
+        log, MAX_COLUMNS, "column"
+    )
     title, y = "Where a step's seconds go", Axis("seconds of one step")
     return column_figure(title, note, parts, _step_axis(log), y, _decision_markers(log), overlay=busiest)
 
@@ -149,7 +151,7 @@ def _seconds(log: RunLog) -> Figure:
 def _predictions(log: RunLog) -> Figure:
     title = "Step time, predicted and measured"
     if not log.periods:
-        why = "No planning period was completed, so no prediction can be held against a measurement."
+        why = "No planning period was completed, so no prediction can be compared with a measurement."
         return Figure(title, why, wide=True)
     note = "Above each pair where there is room, or under the pointer: error of the prediction in %."
     if any(period.switching for period in log.periods):
@@ -178,7 +180,7 @@ def _devices(log: RunLog) -> Figure:
     title = "Where the device time went"
     names = sorted({worker for step in log.steps for worker in step.device_seconds})
     if not names:
-        return Figure(title, "The steps do not say what the time of devices went to.", wide=True)
+        return Figure(title, "The steps have no device time by cause.", wide=True)
     workers = {name: total(step.device_seconds.get(name, {}) for step in log.steps) for name in names}
     everybody = total(workers.values())
     lanes = [Lane(name, _shares(name, causes)) for name, causes in (("all devices", everybody), *workers.items())]
@@ -192,7 +194,7 @@ def _devices_over_time(log: RunLog) -> Figure:
     title = "Where the device time went, step by step"
     sums = [total(step.device_seconds.values()) for step in log.steps]
     if not any(sums):
-        return Figure(title, "The steps do not say what the time of devices went to.", wide=True)
+        return Figure(title, "The steps have no device time by cause.", wide=True)
     parts = []
     for cause in total(sums):
         shares = [100 * row.get(cause, 0.0) / (sum(row.values()) or 1.0) for row in sums]
@@ -208,7 +210,7 @@ def _roles(log: RunLog) -> Figure:
     scale, axis = _time_axis(log)
     workers = sorted({worker for step in log.steps for worker in step.roles})
     if not workers:
-        return Figure(title, "The steps name no workers, so there is no one to show.", wide=True)
+        return Figure(title, "The steps name no workers, so none can be shown.", wide=True)
     colours = styles((role for step in log.steps for role in step.roles.values()), ROLES, BUCKETS)
     lanes = []
     for worker in workers:

@@ -61,9 +61,7 @@ def notices(log: RunLog) -> tuple[str, ...]:
     said = []
     last = f"until step {log.steps[-1].step}" if log.steps else "before its first step ended"
     if log.summary is None:
-        said.append(
-            f"Interrupted, or still going on: the run has written no summary. Shown is what it recorded {last}."
-        )
+        said.append(f"Interrupted, or still running: the run has written no summary. Shown is what it recorded {last}.")
     elif not log.summary.finished:
         said.append(f"The run ended early: not all of its steps were made. Shown is what it recorded {last}.")
     said += _losses(log)
@@ -178,7 +176,7 @@ def _devices(log: RunLog) -> str:
     if not waits:
         return f"{said}."
     most = max(waits, key=lambda cause: waits[cause])
-    return f"{said}; what they waited for most was {WAITED_FOR[most]} ({percent(waits[most] / whole, 0)})."
+    return f"{said}; the main wait was for {WAITED_FOR[most]} ({percent(waits[most] / whole, 0)})."
 
 
 def _lent(log: RunLog) -> str:
@@ -208,7 +206,7 @@ def _decided(log: RunLog) -> str:
     judged, net, error = _net(log)
     changed = f"Libra changed the allocation {'once' if len(log.taken) == 1 else f'{len(log.taken)} times'}"
     if not judged:
-        return f"{changed}; what that gained is not known."
+        return f"{changed}; the gain is not known."
     which = ", which" if judged == len(log.taken) else f"; the {judged} that could be judged"
     verb = "saved" if net >= 0 else "cost"
     return f"{changed}{which} {verb} an estimated {duration(abs(net))}{error}, switching paid."

@@ -119,7 +119,7 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
         figures.append(of_engines("Running requests", "requests in the batch", running))
         figures.append(of_engines("KV held", "KV blocks held (%)", 100 * held / blocks))
     else:
-        why = "This simulation did not record what its engines ran and held."
+        why = "This simulation did not record the load of its engines."
         figures.append(Figure("Requests and KV of the engines", why))
     return tuple(figures)
 

@@ -118,7 +118,7 @@ def _latencies(view: SimulationView) -> Table:
 
 def _endings(view: SimulationView) -> Table:
     columns = (Column("status", no_wrap=True), whole("requests"), "why")
-    table = Table(*columns, title="What did not finish, and why")
+    table = Table(*columns, title="Requests that did not finish, and reasons")
     for ending in view.endings:
         table.add_row(ending.status, f"{ending.count:,}", cell(ending.reason))
     return table

@@ -27,7 +27,7 @@ from libra.sim.outcome.result import SimulationResult
 
 LONG_QUEUE = 0.25  # share of the mean latency from which queueing bounds a request
 IDLE = 0.6  # busy share below which engines wait for work more than is usual
-PAUSED = 0.2  # share of the time that engines stand still, from which it is named first
+PAUSED = 0.2  # share of the time in which engines pause, from which it is named first
 UNEVEN = 1.25  # busiest engine over the mean
 LONG_TAIL = 0.25  # of the makespan, after nine in ten requests have finished
 FULL = 0.95  # share of `max_num_seqs` or blocks from which they count as full
@@ -84,7 +84,7 @@ def headline(view: SimulationView) -> str:
     """The speed of the simulated engines and their bottleneck, in a few sentences."""
     metrics = view.metrics
     if not metrics.requests:
-        return "No request came, so there is nothing to judge."
+        return "No request arrived, so there is nothing to judge."
     if not metrics.finished:
         return f"None of {plural(metrics.requests, 'request')} finished, so there is nothing to judge."
     said = [
@@ -180,7 +180,7 @@ def _bound(view: SimulationView) -> str:
     works = f"the engines work {share} on average" if len(view.engines) > 1 else f"the engine works {share}"
     paused = metrics.paused_share or 0.0
     if paused >= PAUSED and paused >= busy:
-        return f"New weights bound it: engines stand still for {percent(paused, 0)} of the time, and {works}."
+        return f"New weights bound it: engines pause for {percent(paused, 0)} of the time, and {works}."
     queueing = view.phases[0]
     longest = max(view.phases, key=lambda phase: phase.seconds)
     if queueing.share >= LONG_QUEUE:

@@ -83,7 +83,7 @@ class Admission(Generic[Episode]):
     def take(self) -> list[tuple[str, list[Episode]]]:
         """The next batch. Raises ValueError when it is not `ready`, or a part of it is taken already."""
         if self._parts:
-            raise ValueError(f"{self._parts} groups of the next batch are taken already: go on with take_part")
+            raise ValueError(f"{self._parts} groups of the next batch are taken already: continue with take_part")
         chosen = self._choose()
         if chosen is None:
             raise ValueError("the next batch is not complete")

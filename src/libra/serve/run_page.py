@@ -1,5 +1,8 @@
-"""The page of a run in a browser, during the run and after its end. ¶ Invariant: it is the page of `libra report`, made
-from the run's records, so the run is not affected. One page is made at a time."""
+"""The page of a run in a browser, during the run and after its end.
+
+Invariant: it is the page of `libra report`, made from the run's records, so the run is not affected. One page is made
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class RunPage:
             return
         self.trouble, self.version = "", self.version + 1
         process = running_process(self.run)
-        state = "The run has ended." if process is None else f"The run goes on (process {process})."
+        state = "The run has ended." if process is None else f"The run is still running (process {process})."
         self.html = alive(page, state, self.version)
 
     async def newest(self) -> str:

@@ -36,7 +36,7 @@ class _ToldExporter(SpanExporter):
         result = self._exporter.export(spans)
         if result is SpanExportResult.FAILURE and (not self._told or monotonic() >= self._told + _TOLD_SECONDS):
             self._told = monotonic()
-            _LOG.warning("%d spans are lost: the collector on %s does not take them", len(spans), self._host)
+            _LOG.warning("%d spans are lost: the collector on %s does not accept them", len(spans), self._host)
         return result
 
     def shutdown(self) -> None:

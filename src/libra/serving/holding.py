@@ -187,7 +187,7 @@ def surely_serves(question: SizingQuestion, candidate: ServingCandidate, rate: f
 
 
 def checked(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> dict[str, Trial]:
-    """Trials of the record and its draws at a rate, which go on after a miss."""
+    """Trials of the record and its draws at a rate, which continue after a miss."""
     runs = Runs(question, candidate)
     return {name: runs.lasting(name, rate, to_the_end=True) for name in runs.names}
 

@@ -75,7 +75,7 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
     for part in text.split(","):
         name, equals, number = (it.strip() for it in part.partition("="))
         if not equals:
-            raise ValueError(f"{part.strip()!r} is no objective; give them as ttft_p99=1s,tpot_p99=50ms")
+            raise ValueError(f"{part.strip()!r} is not an objective; give them as ttft_p99=1s,tpot_p99=50ms")
         if name not in NAMES:
             raise ValueError(unknown("objective", name, NAMES))
         metric, _, statistic = name.partition("_")

@@ -49,7 +49,7 @@ def write_engines(answer: SizingAnswer, directory: Path | str) -> tuple[Path, ..
 def check_engines_directory(directory: Path) -> None:
     """Raise ValueError unless `write_engines` can write there without overwriting a file."""
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory}: is no directory; give one to write engine files to")
+        raise ValueError(f"{directory}: is not a directory; give one to write engine files to")
     there = next(it for it in (directory, *directory.absolute().parents) if it.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: {there} cannot be written to; give another directory for engine files")

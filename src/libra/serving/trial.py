@@ -69,7 +69,7 @@ def trial(
     rivals: Sequence[Rival] = (),
 ) -> Trial:
     """Simulate a candidate at `rate` requests/s. `requests` replace the question's, at the same rate. `routes` are the
-    policies for requests and for computed prompts, by default the least loaded. `to_the_end`: go on after a miss.
+    policies for requests and for computed prompts, by default the least loaded. `to_the_end`: continue after a miss.
     `rivals`: stop once the latencies will be no lower than those of one of them. Raises `NoRoomError` if an engine
     cannot run, and ValueError if the rate is too low to simulate."""
     records = question.requests if requests is None else requests

@@ -15,7 +15,7 @@ LONGEST = 2**63 / TICKS  # seconds that 64 bits hold
 def ticks(seconds: float) -> int:
     """The nearest whole number of ticks. Raises ValueError unless `seconds` is at least 0 and below `LONGEST`."""
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"{seconds} seconds is no duration: give a finite number that is not negative")
+        raise ValueError(f"{seconds} seconds is not a duration: give a finite number that is not negative")
     if seconds >= LONGEST:
         raise ValueError(f"{seconds:g} seconds is more than 106 days away: stay below {LONGEST:.3g}")
     return round(seconds * TICKS)

@@ -182,7 +182,7 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
     for name, ranks in groups.items():
         first = engines[ranks[0]]
         if any((engines[it].config, engines[it].group) != (first.config, first.group) for it in ranks):
-            raise ValueError(f"the ranks of group {name} differ in their settings: make them alike")
+            raise ValueError(f"the ranks of group {name} differ in their settings: make them equal")
         config = first.config
         lacking = {"pipeline_parallel_size": 1, "kv_tiers": ()}
         for option, off in lacking.items():

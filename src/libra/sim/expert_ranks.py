@@ -1,5 +1,7 @@
-"""Data-parallel ranks with expert parallelism, from an engines file. ¶ Invariant: ranks that cannot run are refused in
-a line that begins with the key."""
+"""Data-parallel ranks with expert parallelism, from an engines file.
+
+Invariant: ranks that cannot run are refused in a line that begins with the key.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ def _load(section: ExpertLoadSection, model: ModelSpec, beside: Path) -> ExpertL
         except OSError as error:
             raise ValueError(f"expert_load.frequencies: {path}: {error.strerror}") from None
         except ValidationError:
-            raise ValueError(f"expert_load.frequencies: {path} is no JSON list of rows of counts") from None
+            raise ValueError(f"expert_load.frequencies: {path} is not a JSON list of rows of counts") from None
         except ValueError as error:
             raise ValueError(f"expert_load.{error}") from None
         return ExpertLoad(lambda _: shares, experts.active, None, drawn)

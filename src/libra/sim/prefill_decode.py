@@ -43,7 +43,7 @@ class PrefillDecode(Frontend, ABC):
         self.handed_over: list[HandedOver] = []  # in the order in which decode engines got the requests
         self._keep = keep
         self._stayed: set[str] = set()  # trajectories without a prompt on a prefill engine so far
-        self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is let go
+        self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is released
         self._transfers = KVTransfers(settings, host.specs, host.at, self._arrived)
         self._broken: set[int] = set()  # engines that nothing can be read from
 

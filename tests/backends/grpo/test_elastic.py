@@ -136,7 +136,7 @@ def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monk
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
     port = trainer.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0, TOKEN)) if rank == 0 else free_port()
     trainer.elastic.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port, TOKEN))
-    with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
+    with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas was not formed: \w"):
         trainer.elastic.exchange.enter(1)
     # It must not make a step with its own share alone.
     assert "the membership is over" in trainer.reduce(order(BATCH[:2])).failure

@@ -342,10 +342,10 @@ WHOLE = frame(b"") + frame(msgspec.msgpack.encode(YES))
     ("answer", "why"),
     [
         (UPDATE + frame(bytes(256), checksum=1) + WHOLE, "a frame arrived damaged"),
-        (UPDATE + piece(200) + piece(100) + WHOLE, "more was sent than was asked for"),
-        (UPDATE + piece(256) + piece(4) + WHOLE, "more was sent than was asked for"),
-        (UPDATE + piece(1 << 31 >> 4)[:1000], "more was sent than was asked for"),
-        (UPDATE + piece(200) + WHOLE, "less was sent than was asked for"),
+        (UPDATE + piece(200) + piece(100) + WHOLE, "more was sent than requested"),
+        (UPDATE + piece(256) + piece(4) + WHOLE, "more was sent than requested"),
+        (UPDATE + piece(1 << 31 >> 4)[:1000], "more was sent than requested"),
+        (UPDATE + piece(200) + WHOLE, "less was sent than requested"),
         (
             frame(msgspec.msgpack.encode(RelayRequest("state"))),
             "this is no RelayAnswer: Object missing",

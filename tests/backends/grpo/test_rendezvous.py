@@ -40,7 +40,7 @@ def test_replicas_find_what_others_of_their_membership_say(server: RendezvousSer
     second.wait(["0"], SHORT)
     assert second.get("0") == b"address"
     assert second.check(["0"]) and not other.check(["0"])
-    with pytest.raises(TimeoutError, match=r"no replica has said 0 in"):
+    with pytest.raises(TimeoutError, match=r"no replica has set 0 within"):
         other.get("0")
 
 

@@ -393,7 +393,7 @@ async def test_a_joiner_in_the_middle_of_a_copy_outlives_the_loss_of_another_and
 async def test_a_joiner_that_dies_on_its_way_leaves_the_others_as_they_were(scene: Scene, order: type) -> None:
     joiner = await scene.floor.hire("hybrid-1")
     joiner.will(order, ["die"])
-    with pytest.raises(WorkerLostError, match="hybrid-1 went away"):
+    with pytest.raises(WorkerLostError, match="hybrid-1 was lost"):
         await scene.trainers.join(joiner.handle)
     assert scene.trainers.names() == ("core-0", "hybrid-0")
     assert await scene.step(1) == 2
@@ -537,7 +537,7 @@ async def test_who_dies_when_the_others_are_to_meet_at_it_is_left_behind(scene: 
 async def test_a_joiner_that_hangs_holds_the_boundary_for_a_little_while_only(scene: Scene, order: type) -> None:
     joiner = await scene.floor.hire("hybrid-0")
     joiner.will(order, ["hang"])
-    with pytest.raises(WorkerLostError, match="hybrid-0 went away"):
+    with pytest.raises(WorkerLostError, match="hybrid-0 was lost"):
         await asyncio.wait_for(scene.trainers.join(joiner.handle), 5.0)
     assert joiner.killed
 
@@ -704,7 +704,7 @@ async def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving
     assert trainers.names() == ("core-0",)
     third = await scene.join("hybrid-3")
     third.handle.declare_lost("killed")
-    with pytest.raises(WorkerLostError, match="hybrid-3 is no training replica, or no more"):
+    with pytest.raises(WorkerLostError, match="hybrid-3 is not a training replica, or no longer"):
         await trainers.leave("hybrid-3")
     assert await scene.step(1) == 1
     (await scene.join("hybrid-4")).handle.declare_lost("killed")

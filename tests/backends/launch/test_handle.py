@@ -180,7 +180,7 @@ async def test_a_loss_reaches_who_waits_behind_an_order_that_was_cancelled(engin
     waiting = published(handle, 2, 0)
     await far.receive()
     far.close()
-    with pytest.raises(WorkerLostError, match="went away during Publish"):
+    with pytest.raises(WorkerLostError, match="was lost during Publish"):
         await waiting
     assert lost == ["engine"]
 
@@ -189,7 +189,7 @@ async def test_a_loss_reaches_who_waits_behind_an_order_that_was_cancelled(engin
     ("words", "reason"),
     [
         (Failure("KeyError: 7"), "it failed: KeyError: 7"),
-        (Acknowledged(), "it sent Acknowledged, which was not asked for"),
+        (Acknowledged(), "it sent Acknowledged, which was not requested"),
     ],
 )
 async def test_words_that_are_no_answer_are_the_reason_for_the_loss(words: Message, reason: str) -> None:
@@ -455,7 +455,7 @@ async def test_any_sign_of_life_counts(engine: Engine, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("looks")
 async def test_an_engine_that_takes_no_weights_is_lost_and_not_waited_for(engine: Engine) -> None:
     handle, _, lost = engine
-    with pytest.raises(WorkerLostError, match="engine took no weights in time"):
+    with pytest.raises(WorkerLostError, match="engine did not load weights in time"):
         await handle.load(LoadWeights(3, 1, 99))
     assert lost == ["engine"]
 

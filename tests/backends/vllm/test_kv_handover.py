@@ -98,7 +98,7 @@ async def test_what_the_target_cannot_use_is_told(scene: Scene) -> None:
     transfer, change = await scene.saved()
     scene.target_far.send(Fetched(transfer.number, 0))
     await scene.free(FRAMES)
-    assert (change.handed_tokens, change.why) == (0, "none of it was taken")
+    assert (change.handed_tokens, change.why) == (0, "no block of it was used")
 
 
 async def test_a_target_that_goes_away_needs_nothing(scene: Scene) -> None:
@@ -114,7 +114,7 @@ async def test_a_source_that_goes_away_keeps_its_frames_while_it_lives(scene: Sc
     scene.source.link = replace(scene.source.link, pid=1)  # a process that goes on
     scene.source_far.close()
     transfer, change = await brought
-    assert transfer is None and change.why == "the engine went away"
+    assert transfer is None and change.why == "the engine was lost"
     assert scene.handover.leases.free == FRAMES - 3
     again, change = await scene.begin()
     assert again is None and change.why == "the engine was gone"
@@ -212,7 +212,7 @@ async def test_kv_is_where_it_was_until_the_next_engine_has_made_something(scene
 @pytest.mark.parametrize(
     ("profile", "why"),
     [
-        (replace(PROFILE, handover=None), "what it costs is not measured"),
+        (replace(PROFILE, handover=None), "its cost is not measured"),
         (replace(PROFILE, handover=HandoverCost(0.1, 0.0)), "computing it again is cheaper"),
         (replace(PROFILE, handover=HandoverCost(0.0, 1e-3)), "computing it again is cheaper"),
     ],
@@ -236,7 +236,7 @@ async def test_a_full_memory_is_not_waited_for(scene: Scene) -> None:
     await scene.saved()
     await scene.saved()
     transfer, change = await scene.begin()
-    assert (transfer, change.why) == (None, "too much is being handed over")
+    assert (transfer, change.why) == (None, "too many contexts are being handed over")
 
 
 @pytest.mark.parametrize(("tokens", "pays"), [(0, False), (11, False), (12, True), (1000, True)])

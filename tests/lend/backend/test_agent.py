@@ -190,7 +190,7 @@ def test_turns_pass_through_and_stay_with_the_controller_that_asked(
         said = await first.receive()
         assert isinstance(said, Generated) and said.pieces == [Piece("a", 0, [7, 8], [0.0, 0.0])]
         other = await loan.controller()
-        assert await other.receive() == NotNow("another controller has this engine; one at a time can")
+        assert await other.receive() == NotNow("another controller has this engine; only one can at a time")
         agent.period()
         assert agent.period().turns == 1
         first.close()
@@ -430,7 +430,7 @@ def test_an_engine_takes_what_a_run_publishes_and_makes_no_turn_before(
         early = await loan.controller(begun(publisher))
         assert await early.receive() == LENT
         early.send(turn("a"))
-        assert await early.receive() == Failure("a turn came before weights of this run were here")
+        assert await early.receive() == Failure("a turn arrived before weights of this run")
         assert await engine.receive() == ExpectWeights(LAYOUT, GRID.size)
 
         controller = await loan.controller(begun(publisher))
@@ -454,7 +454,7 @@ def test_an_engine_takes_what_a_run_publishes_and_makes_no_turn_before(
         next_run = await loan.controller(begun(other))
         assert await next_run.receive() == LENT
         next_run.send(turn("a"))
-        assert await next_run.receive() == Failure("a turn came before weights of this run were here")
+        assert await next_run.receive() == Failure("a turn arrived before weights of this run")
         next_run = await loan.controller(begun(other))
         assert await next_run.receive() == LENT
         assert [await engine.receive(), await engine.receive()] == 2 * [ExpectWeights(LAYOUT, GRID.size)]

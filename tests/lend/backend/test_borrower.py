@@ -339,7 +339,9 @@ def test_a_record_is_of_one_borrower_at_a_time_and_goes_on_with_the_next(tmp_pat
 def test_a_file_that_is_no_record_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes"
     path.write_text(text)
-    with pytest.raises(LendingError, match=r"record: .*notes is there and no record of a loan; name another file"):
+    with pytest.raises(
+        LendingError, match=r"record: .*notes exists and is not the record of a loan; name another file"
+    ):
         LendingRecord(path, TERMS, print)
     assert path.read_text() == text
 
@@ -349,7 +351,7 @@ def test_a_full_disk_ends_the_record_and_is_told_once(tmp_path: Path) -> None:
         [sys.executable, "-c", FULL, str(tmp_path / "lending.jsonl")], capture_output=True, text=True, timeout=60
     )
     told, lines = made.stdout.splitlines()
-    assert told.endswith("lending goes on, unrecorded from here on")
+    assert told.endswith("lending continues without a record")
     assert f"told: {tmp_path / 'lending.jsonl'} cannot be written" in told
     assert 64 < int(lines) < 400
 

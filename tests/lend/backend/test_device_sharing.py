@@ -296,7 +296,7 @@ def test_a_device_is_lent_once_and_nothing_is_made_beside_its_page(tmp_path: Pat
     lender = LenderToken(device)
     assert not victim.exists()
     (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
-    with pytest.raises(LendingError, match="another agent lends this device; one at a time can"):
+    with pytest.raises(LendingError, match="another agent lends this device; only one can at a time"):
         LenderToken(tmp_path / "again" / "device")
     lender.close()
     LenderToken(device).close()

@@ -110,7 +110,7 @@ def test_memory_that_cannot_change_hands_is_refused() -> None:
     for layers, said in (
         ({"a": layer(torch.tensor([]))}, "runs in another process than its scheduler.*MULTIPROCESSING=0"),
         ({"a": layer([torch.zeros(9, 4), torch.zeros(9, 4)])}, r"a \(SimpleNamespace\) keeps list, not blocks of KV"),
-        ({"a": layer(torch.zeros((9, 4), device="meta"))}, "KV memory on meta cannot change hands"),
+        ({"a": layer(torch.zeros((9, 4), device="meta"))}, "KV memory on meta cannot be lent"),
         ({"a": layer(torch.zeros(10, 4))}, r"a: a KV cache of \(10, 4\) for 9 blocks is not block-outermost"),
         ({"a": layer(strided)}, "bytes of a KV block are not side by side.*VLLM_KV_CACHE_LAYOUT"),
     ):

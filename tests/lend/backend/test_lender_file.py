@@ -140,11 +140,15 @@ NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 
             MUCH,
             "max_num_batched_tokens is 8192 there and 1024 in the certificate; start the server with",
         ),
-        ("another agent", MUCH, "another agent lends this device; one at a time can"),
+        ("another agent", MUCH, "another agent lends this device; only one can at a time"),
         ("damaged", MUCH, "/device: the serving engine ended as it wrote; start it again"),
-        ("a file at listen", MUCH, "listen: {} is there and no socket; name another file, or remove this one"),
+        ("a file at listen", MUCH, "listen: {} exists and is not a socket; name another file, or remove this one"),
         ("a socket in use", MUCH, "listen: another process has the socket {}; name another one, or end it first"),
-        ("a file at record", MUCH, "record: {} is there and no record of a loan; name another file, or remove it"),
+        (
+            "a file at record",
+            MUCH,
+            "record: {} exists and is not the record of a loan; name another file, or remove it",
+        ),
         ("a record in use", MUCH, "record: {} is written for another loan; name another file"),
         (
             "",

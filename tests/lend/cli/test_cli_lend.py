@@ -96,7 +96,7 @@ def test_a_device_without_a_server_is_not_lent(tmp_path: Path) -> None:
     assert_refused(serve, "certificate.json", "give a certificate that `libra lend check` has written")
     assert_refused(libra("lend", "serve", EXAMPLES / "loan.yaml", "--period", 0), "--period is 0; give more than 0")
     refused = libra("lend", "serve", EXAMPLES / "loan.yaml", "--logs", EXAMPLES / "loan.yaml")
-    assert_refused(refused, "--logs: ", "loan.yaml is no directory; give one")
+    assert_refused(refused, "--logs: ", "loan.yaml is not a directory; give one")
 
 
 def test_a_record_of_a_loan_is_shown(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_figures_have_the_numbers_of_the_records(source: str) -> None:
         "the closest of all: 50",
         "the closest of all: -10",
     ]
-    waited = figure(source, "What users waited for")
+    waited = figure(source, "Latencies of users' requests")
     assert {said.split(" (time")[0] for said in titles(waited) if said.startswith("first")} == {
         "first token (TTFT): 120",  # at 1.9 s
         "first token (TTFT): 20",  # of the other device, at 2 s; what came before and after is not in the figure
@@ -99,8 +99,8 @@ def test_what_agents_lend_is_shown_as_far_as_the_run_knows_it(tmp_path: Path) ->
     run = write_run(tmp_path / "run", 3)
     write_lines(run.directory / "metrics.jsonl", [replace(step, loans=LOANS) for step in run.steps])
     page = render_report(run.directory)
-    assert "2 engines; what became of their devices is with their agents." in Page(page).text
-    had = titles(figure(page, "What rollout had of the devices"))
+    assert "2 engines; the agents have the records of their devices." in Page(page).text
+    had = titles(figure(page, "Rollout's share of the devices"))
     second = run.steps[1].step_seconds  # of which the engines had 0.375 on average, and wanted 0.75
     assert f"had: {100 * 0.375 / second:.3g} (optimiser step: 2)" in had
     assert f"wanted: it had turns to make: {100 * 0.75 / second:.3g} (optimiser step: 2)" in had

@@ -286,7 +286,7 @@ async def test_what_can_never_be_made_right_is_an_error(monkeypatch: pytest.Monk
         wrong = publisher.source.chunk
         monkeypatch.setattr(publisher.source, "chunk", lambda number: _spoilt(wrong(number)))
         await publisher.publish(0)
-        with pytest.raises(WeightUpdateError, match=r"chunk 3 of weights v0: its checksum is another"):
+        with pytest.raises(WeightUpdateError, match=r"chunk 3 of weights v0: its checksum differs"):
             await node.has(0)
 
 
@@ -383,7 +383,7 @@ def headed(count: int, body: bytes) -> bytes:
 async def test_frames_that_are_none_are_damage() -> None:
     for frame, why in (
         (headed(1 << 30, b""), "a frame of 1073741824 bytes; the largest has"),
-        (b"\1" + headed(1, b"x")[1:], "the head of a frame arrived damaged"),
+        (b"\1" + headed(1, b"x")[1:], "the header of a frame arrived damaged"),
         (pack(Chunk(0, 0, 0, 0, 0, b""))[:-1] + b"x", "a frame arrived damaged"),
         (headed(1, b"\xc1"), "is no message"),
     ):

@@ -69,18 +69,23 @@ def test_another_mode_has_its_own_staleness(mode: str) -> None:
 
 REFUSED: list[tuple[str, Cluster, tuple[str, ...], str]] = [
     ("no value", CLUSTER, ("gpus",), "--what-if gpus: give KEY=VALUE, such as gpus=64 or batch=1024"),
-    ("no count", CLUSTER, ("gpus=many",), "--what-if gpus=many: 'many' is no count; give a whole number, 0 or more"),
+    ("no count", CLUSTER, ("gpus=many",), "--what-if gpus=many: 'many' is not a count; give a whole number, 0 or more"),
     ("part of a node", CLUSTER, ("gpus=60",), "--what-if gpus=60: gpus is 60; nodes of 'a800' have 8: give a positive"),
     ("no GPU", CLUSTER, ("gpus=0",), "--what-if gpus=0: gpus is 0; nodes of 'a800' have 8: give a positive multiple"),
     ("GPUs of which class", MIXED, ("gpus=64",), "give nodes by class, as in a800=2, l40s=1"),
-    ("fewer than none", CLUSTER, ("a800=-1",), "--what-if a800=-1: '-1' is no count; give a whole number, 0 or more"),
+    (
+        "fewer than none",
+        CLUSTER,
+        ("a800=-1",),
+        "--what-if a800=-1: '-1' is not a count; give a whole number, 0 or more",
+    ),
     (
         "no node left",
         CLUSTER,
         ("a800=0",),
         "--what-if a800=0: nodes is empty; a cluster has at least one node: give 1 or more",
     ),
-    ("half a node", CLUSTER, ("a800=1.5",), "--what-if a800=1.5: '1.5' is no count"),
+    ("half a node", CLUSTER, ("a800=1.5",), "--what-if a800=1.5: '1.5' is not a count"),
     ("unknown", CLUSTER, ("bach=64",), "--what-if bach=64: unknown what-if 'bach'; did you mean batch?"),
     ("unlike anything", CLUSTER, ("xyzzy=1",), "known are a800, batch, "),
     ("of the wrong type", CLUSTER, ("batch=many",), "--what-if batch=many: batch: Input should be a valid integer"),
@@ -163,7 +168,7 @@ def test_a_machine_and_nodes_without_a_profile_are_not_assumed() -> None:
         assume_otherwise(make_plan(small_request.REQUEST), CLUSTER, RECIPE)
     (nodes,) = CLUSTER.nodes
     other = Cluster((*CLUSTER.nodes, replace(nodes, name="others")))
-    with pytest.raises(ValueError, match="the plan has no profile for nodes others; plan anew with it"):
+    with pytest.raises(ValueError, match="the plan has no profile for nodes others; plan again with it"):
         assume_otherwise(PLAN, other, RECIPE)
 
 

@@ -130,7 +130,7 @@ async def test_a_stream_that_breaks_off_says_so() -> None:
             await stage.stops["e0"]()
             text = (await response.read()).decode()
         last = json.loads(text.split("\n\n")[-2].removeprefix("data: "))
-        assert last["error"]["code"] == 503 and "engine e0 went away" in last["error"]["message"]
+        assert last["error"]["code"] == 503 and "engine e0 was lost" in last["error"]["message"]
         assert "gone e0" in stage.policy.calls
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 400  # its turn has no answer
 

@@ -249,4 +249,4 @@ async def test_a_collector_that_is_not_there_costs_spans_only(
                 await _turns(stage)
                 assert stage.gateway.counts.turns == 2
     (told,) = [it.getMessage() for it in caplog.records if "spans" in it.getMessage()]
-    assert told == "4 spans are lost: the collector on 127.0.0.1 does not take them"
+    assert told == "4 spans are lost: the collector on 127.0.0.1 does not accept them"

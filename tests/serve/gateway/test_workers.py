@@ -101,7 +101,7 @@ async def test_an_engine_that_tells_no_length_says_what_is_missing() -> None:
         root = await stack.enter_async_context(engine.serving())
         stage = await stack.enter_async_context(staged(engines=1))
         _, said = await stage.post("/workers", {"url": root})
-        assert "tells no max_model_len" in said["worker"]["problem"] and len(stage.gateway.upstreams.instances) == 1
+        assert "reports no max_model_len" in said["worker"]["problem"] and len(stage.gateway.upstreams.instances) == 1
         async with stage.session.post("/remove_worker", params={"url": root}):
             pass
         _, said = await stage.post("/workers", {"url": root, "max_model_len": 300})
@@ -173,5 +173,5 @@ def test_hosts_are_allowed_as_they_are_written(given: tuple[str, ...], host: str
 
 @pytest.mark.parametrize("given", ["10.0.0.0/33", "10.0.0", "a b", "", "http://a"])
 def test_what_is_no_host_is_refused(given: str) -> None:
-    with pytest.raises(ValueError, match="is no host: give an address, a network"):
+    with pytest.raises(ValueError, match="is not a host: give an address, a network"):
         AllowedHosts.of((given,))

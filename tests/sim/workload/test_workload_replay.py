@@ -326,7 +326,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
         "several samples of prompt 'p'",
     ),
     ("unknown rule", lambda: Replay([], rewrite_keeps="all"), "rewrite_keeps is 'all'"),  # type: ignore[arg-type]
-    ("seconds", lambda: Replay([made("a", [last(1)])], unknown_tool_seconds=-1.0), "-1.0 seconds is no duration"),
+    ("seconds", lambda: Replay([made("a", [last(1)])], unknown_tool_seconds=-1.0), "-1.0 seconds is not a duration"),
     ("not its own", lambda: Replay([]).finished(Request(3, 0, 1, 1), 0), "request 3 is of no trajectory"),
 ]
 

@@ -223,7 +223,7 @@ def test_a_scale_moves_arrivals_and_not_patience() -> None:
     [
         ({"rate_scale": 0.0}, "rate_scale is 0.0"),
         ({"rate_scale": float("inf")}, "rate_scale is inf"),
-        ({"start_seconds": -1.0}, "-1.0 seconds is no duration"),
+        ({"start_seconds": -1.0}, "-1.0 seconds is not a duration"),
         ({"start_seconds": 9.5}, "start_seconds is 9.5; no request arrives then or later"),
     ],
 )

@@ -128,7 +128,7 @@ class GradientExchange:
             self._group = forming.result(FORMING.total_seconds())
         except (RuntimeError, OSError) as error:
             what = f"membership {generation} of {self.size} replicas"
-            raise PeerLostError(f"{what} did not come about: {str(error) or 'not all of them came'}") from error
+            raise PeerLostError(f"{what} was not formed: {str(error) or 'not all of them arrived'}") from error
 
     def all_reduce(self, tensor: torch.Tensor, seconds: float) -> float:
         """Replace the tensor by its sum over all replicas, in place; waits at most `seconds` for each of them. Returns

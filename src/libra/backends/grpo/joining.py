@@ -128,7 +128,7 @@ class Joiner:
             (members.cores if self._core else members.hybrids).append(self._replica)
             await members.enter(self._generation)
             if self._replica.lost:
-                raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
+                raise WorkerLostError(f"worker {self._replica.name} was lost while it joined")
             return self._boundary.waited(began)
 
     async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> StateDigest | None:
@@ -183,7 +183,7 @@ class Joiner:
     async def _ask(self, order: Message, deadline: float) -> StateDigest:
         [digest] = await self._membership.ask([(self._replica, order)], StateDigest, deadline=deadline)
         if digest is None:
-            raise WorkerLostError(f"worker {self._replica.name} went away while it joined")
+            raise WorkerLostError(f"worker {self._replica.name} was lost while it joined")
         return digest
 
     async def _core_digest(self) -> StateDigest | None:

@@ -121,7 +121,7 @@ class Membership:
         for replica in self.hybrids:
             if replica.name == name:
                 return replica
-        raise WorkerLostError(f"worker {name} is no training replica, or no more")
+        raise WorkerLostError(f"worker {name} is not a training replica, or no longer")
 
     async def ask(
         self,

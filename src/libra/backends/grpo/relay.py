@@ -123,14 +123,14 @@ class StateStream:
             if count == 0:
                 break
             if not rooms or count > len(rooms[0]):
-                raise ConnectionAbortedError("more was sent than was asked for")
+                raise ConnectionAbortedError("more was sent than requested")
             self._body(rooms[0][:count], checksum, ends)
             rooms[0] = rooms[0][count:]
             if not rooms[0]:
                 del rooms[0]
         whole = self.receive(RelayAnswer) == YES
         if whole and rooms:
-            raise ConnectionAbortedError("less was sent than was asked for")
+            raise ConnectionAbortedError("less was sent than requested")
         return whole
 
     def _send(self, body: bytes) -> None:
@@ -295,7 +295,7 @@ def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: flo
                     return stream
                 stream.send(RelayAnswer("other shape"))
                 raise ValueError(f"{address} expects {greeting.shape}, the core publishes {shape}")
-            print(f"{address} did not show the token", file=sys.stderr)
+            print(f"{address} did not send the token", file=sys.stderr)
         stream.close()
 
 

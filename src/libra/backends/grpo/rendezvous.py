@@ -24,7 +24,7 @@ from torch.distributed import Store
 
 _LONGEST_KEY, _LONGEST_VALUE = 512, 1 << 16  # bytes
 _MOST_KEYS = 100_000  # the oldest go: they are of memberships that are over
-_MOST_GREETING = 32  # connections that have not shown the secret yet; the longest waiting gives way to another one
+_MOST_GREETING = 32  # connections that have not sent the secret yet; the longest waiting one is closed for another
 _GREETING_SECONDS = 5.0  # for a connection to show the secret
 _LOOK_SECONDS = 1.0  # between two looks for connections that have not shown it in time
 _HEAD = struct.Struct("!I")
@@ -193,7 +193,7 @@ class RendezvousStore(Store):
         if key not in self._known:
             found = self._call(key, seconds)
             if found is None:
-                raise TimeoutError(f"no replica has said {key} in {seconds:.0f} s")
+                raise TimeoutError(f"no replica has set {key} within {seconds:.0f} s")
             self._known[key] = found
         return self._known[key]
 

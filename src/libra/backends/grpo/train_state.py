@@ -31,7 +31,7 @@ from libra.backends.grpo.relay import RemotePublication
 from libra.backends.transport.shared_memory import CACHE_LINE, round_up
 from libra.backends.transport.trainer_messages import RelayPlace, StatePlace
 
-SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
+SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to pause for it
 SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
 
 
@@ -264,7 +264,7 @@ class Follower:
         if self._changing_since is None:
             self._changing_since = now
         if now - self._changing_since >= SILENT_SECONDS:
-            raise SilentError("the core replica does not get done with a change of its state")
+            raise SilentError("the core replica does not finish a change of its state")
         return False
 
     def _take_snapshot(self) -> None:

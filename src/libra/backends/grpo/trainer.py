@@ -210,7 +210,7 @@ class TrainerProcess:
                     batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
                     began = time.monotonic()
                     vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
-                    # All processes of the replica go on, or none: they meet again in the step.
+                    # All processes of the replica continue, or none: they meet again in the step.
                     if self._inside.largest(bool(vote.failure)):
                         self.discard()
                         self.elastic.exchange.abort()  # another replica may have got this sum, and be at the next one

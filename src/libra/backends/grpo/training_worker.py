@@ -47,7 +47,7 @@ _LOOK_SECONDS = 0.05  # between two looks at whether the processes have met
 
 
 def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, began: float) -> None:
-    """Serve orders until `Stop`, or until the controller goes away."""
+    """Serve orders until `Stop`, or until the controller is gone."""
 
     def serve(channel: Channel, inside: Inside) -> None:
         threads = len(start.cores) // start.processes
@@ -148,7 +148,7 @@ class Peer(PeerChannel):
 
 class ReplicaChannel:
     """The leader's channel: `receive` sends the peers their parts of an order and returns the leader's own; `send`
-    joins its answer with theirs. Every verb but `poll` raises `BrokenReplicaError` when a peer goes away."""
+    joins its answer with theirs. Every verb but `poll` raises `BrokenReplicaError` when a peer is lost."""
 
     def __init__(self, controller: WorkerChannel, peers: Sequence[Peer]) -> None:
         self._controller, self._peers = controller, peers
@@ -189,7 +189,7 @@ def serve_together(
     serve: Callable[[Channel, Inside], None],
     device: DeviceKind = "cpu",
 ) -> None:
-    """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them goes away or
+    """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them is lost or
     fails, from the fork on."""
     leader, memory = os.getpid(), os.memfd_create("replica")  # which processes of other users cannot open
     meeting = f"/proc/{leader}/fd/{memory}"

@@ -141,7 +141,7 @@ class ForkServer:
             try:
                 reply = await asyncio.wait_for(self._reply(), _SPAWN_SECONDS)
             except TimeoutError:
-                self._process.kill()  # a late answer would be taken for that to the next caller
+                self._process.kill()  # a late answer would go to the next caller
                 raise LaunchError(f"worker {name} cannot start: the fork server process does not answer") from None
             if reply is None:
                 raise LaunchError(f"worker {name} cannot start: the fork server process ended")
@@ -345,7 +345,7 @@ def _probe(kind: DeviceKind) -> Bf16Speed:
         die_with(fork_server)
         try:
             os.write(writing, json.dumps(asdict(probe("cpu"))).encode())
-        except Exception:  # noqa: BLE001 - it must not go on as the fork server, which ends too; the log says why
+        except Exception:  # noqa: BLE001 - it must not continue as the fork server, which ends too; the log says why
             traceback.print_exc()
         finally:
             os._exit(0)

@@ -66,7 +66,7 @@ class Handle:
                 raise TimeoutError(f"worker {self.name}: {why}")
             answer = asked.result()
         if answer is None:
-            raise WorkerLostError(f"worker {self.name} went away during {type(message).__name__}")
+            raise WorkerLostError(f"worker {self.name} was lost during {type(message).__name__}")
         if isinstance(answer, Failure):
             raise WorkerFailedError(f"worker {self.name}: {answer.error}")
         if not isinstance(answer, reply):
@@ -100,7 +100,7 @@ class Handle:
         elif isinstance(message, Failure):  # its last words
             self.declare_lost(f"it failed: {message.error}")
         else:
-            self.declare_lost(f"it sent {type(message).__name__}, which was not asked for")
+            self.declare_lost(f"it sent {type(message).__name__}, which was not requested")
 
     def _fail_waiters(self) -> None:
         for asked in self._asked:
@@ -117,7 +117,7 @@ class Handle:
             # A worker that fails at an order says so and ends; the caller may not have seen the message before the end.
             self.declare_lost(f"it failed: {latest.error}" if isinstance(latest, Failure) else str(error))
         except msgspec.MsgspecError as error:
-            self.declare_lost(f"it sent what is not a message: {error}")
+            self.declare_lost(f"it sent an unknown message: {error}")
 
     def declare_lost(self, why: str) -> None:
         """Treat the worker as lost. This is reported once, and not if the worker was ordered to stop."""

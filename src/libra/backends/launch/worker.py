@@ -37,7 +37,7 @@ def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) 
     try:
         serve()
     except ConnectionError:
-        pass  # the other end went away: nothing is left to serve
+        pass  # the other end is gone: nothing is left to serve
     except Exception as error:  # noqa: BLE001 - the process boundary: everything becomes a message and a log entry
         traceback.print_exc()
         status = 1

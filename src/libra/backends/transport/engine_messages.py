@@ -127,7 +127,7 @@ class Generate(Message, frozen=True):
     priority: int
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
     transfer: KVTransfer | None = None  # KV of its context that another engine has saved; answered by `Fetched`
-    seed: int | None = None  # of this request's sampling; None: the engine goes on drawing from its own
+    seed: int | None = None  # of this request's sampling; None: the engine continues to draw from its own
 
 
 class Interrupt(Message, frozen=True):

@@ -160,7 +160,7 @@ class EngineHandle(Handle):
         try:
             loaded = await self.ask(order, Loaded, SILENT_LOOKS * LOOK_SECONDS)
         except TimeoutError:
-            raise WorkerLostError(f"engine {self.name} took no weights in time") from None
+            raise WorkerLostError(f"engine {self.name} did not load weights in time") from None
         self.version = order.version
         return loaded.seconds
 
@@ -179,7 +179,7 @@ class EngineHandle(Handle):
                 self._settle(message)
             case Generated():
                 self._take(message)
-            case Lent():  # here: a report of the loan right behind it may be read before the caller of `ask` goes on
+            case Lent():  # here: a report of the loan right behind it may be read before the caller of `ask` continues
                 self.loan = LoanState(message.away, 0.0, 0.0, 0, 0)
                 if self.away and self._on_recall is not None:
                     self._on_recall(self)
@@ -217,7 +217,7 @@ class EngineHandle(Handle):
         super()._fail_waiters()
         for turn in self._turns.values():
             if not turn.ended.done():
-                turn.ended.set_exception(WorkerLostError(f"engine {self.name} went away"))
+                turn.ended.set_exception(WorkerLostError(f"engine {self.name} was lost"))
         while self._transfers:
             self._transfers.popitem()[1].set_result(None)
         self._watcher.cancel()

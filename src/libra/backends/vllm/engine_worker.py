@@ -34,7 +34,7 @@ from libra.cost.engine_memory import BLOCK_TOKENS
 
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
-    """Serve orders until `Stop`, or until the controller goes away."""
+    """Serve orders until `Stop`, or until the controller is gone."""
     worker = _EngineWorker(channel, start, descriptor)
     channel.send(Ready(seconds=time.monotonic() - began))
     while worker.turn():
@@ -65,7 +65,7 @@ class _EngineWorker:
         while channel.poll():
             message = channel.receive()
             if isinstance(message, Stop):
-                # Turns that run go on elsewhere, from where this report leaves them.
+                # Running turns continue on other engines, from where this report leaves them.
                 self._tell(time.monotonic())
                 channel.send(Acknowledged())
                 return False

@@ -1,7 +1,7 @@
 """vLLM's executor of an engine in this process, without its file in the directory of temporary files.
 
 Invariant: an engine leaves no file when its process ends, however it ends. Even for a single worker, vLLM makes a
-rendezvous file `vllm_dist_*` there, which nothing removes. Here it is memory that goes away with the process, and that
+rendezvous file `vllm_dist_*` there, which nothing removes. Here it is memory that ends with the process, and that
 no other user can open.
 """
 

@@ -1,6 +1,7 @@
-"""A context that changes engines: its KV is handed over where that is cheaper than recomputing it. ¶ Invariant:
-whatever fails, the context is recomputed and the turn continues; no turn waits longer than `SAVE_SECONDS` for KV. Every
-context that changed engines is reported, with the chosen way and the reason.
+"""A context that changes engines: its KV is handed over where that is cheaper than recomputing it.
+
+Invariant: whatever fails, the context is recomputed and the turn continues; no turn waits longer than `SAVE_SECONDS`
+for KV. Every context that changed engines is reported, with the chosen way and the reason.
 """
 
 from __future__ import annotations
@@ -140,9 +141,9 @@ class KVHandover:
         saved = saving.result()
         if saved is None or saved.blocks == 0:
             self._written(saving, transfer, source)
-            change.why = "the engine went away" if saved is None else "the engine had forgotten it"
+            change.why = "the engine was lost" if saved is None else "the engine no longer had it"
             return None, change
-        change.why = "none of it was taken"
+        change.why = "no block of it was used"
 
         def done(fetched: asyncio.Future[Fetched | None]) -> None:
             self.leases.release(transfer)
@@ -161,11 +162,11 @@ class KVHandover:
         elif self.place(source) is None or self.place(target) is None:
             change.why = "an engine is on another node, or on a lent device"
         elif self._profile is None or self._profile.handover is None:
-            change.why = "what it costs is not measured"
+            change.why = "its cost is not measured"
         elif not handover_pays(self._profile, blocks * BLOCK_TOKENS):
             change.why = "computing it again is cheaper"
         elif (transfer := self.leases.lease(blocks)) is None:
-            change.why = "too much is being handed over"
+            change.why = "too many contexts are being handed over"
         else:
             return transfer
         return None

@@ -14,7 +14,7 @@ from libra.backends.transport.engine_messages import Generated, LoanState, Piece
 # Seconds between two reports of an engine at work. What a killed engine has not reported is generated again: at most
 # this much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.
 REPORT_SECONDS = 0.05
-SILENT_SECONDS = 1.0  # between two reports of an engine that has turns to make and may not go on with them
+SILENT_SECONDS = 1.0  # between two reports of an engine that has turns to make and may make no progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
 
     def update_weights(self, update_info: dict[str, int]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if current_platform.is_cuda():  # copies from pinned memory go on after the call
+        if current_platform.is_cuda():  # copies from pinned memory continue after the call
             current_platform.synchronize()
 
     def receive_weights(self, update_info: VersionInfo) -> None:

@@ -44,7 +44,7 @@ def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantizati
         )
         decode, prefill = (tuple(map(tuple, table.tolist())) for table in (decode, prefill))
         engines.append(replace(grid, decode=decode, prefill=prefill))
-    return replace(profile, source=f"{profile.source}; experts asked for alike", engines=tuple(engines))
+    return replace(profile, source=f"{profile.source}; experts chosen evenly", engines=tuple(engines))
 
 
 def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantization: Quantization) -> Array:

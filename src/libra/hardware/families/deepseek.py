@@ -94,7 +94,7 @@ def _compressed(fields: Fields, ratio: int) -> CompressedAttention:
     """The attention of layers with this ratio: with a small one (4 in the paper), an indexer chooses among the
     vectors."""
     if ratio not in (0, 4, 128):
-        raise fields.error("compress_ratios", f"{ratio} has no price; known are 0, 4 and 128")
+        raise fields.error("compress_ratios", f"{ratio} is not supported; known are 0, 4 and 128")
     chooses = ratio == 4
     return CompressedAttention(
         heads=fields.count("num_attention_heads"),

@@ -85,9 +85,9 @@ def nemotron_nas(fields: Fields) -> Stack:
         if mixer is None or mlp is None:
             raise one.error("attention", "expected objects attention and ffn; add them")
         for part in (mixer, mlp):
-            part.refuse("replace_with_linear", "only attention and MLPs have one")
-            part.refuse("sparsify", "only whole matrices have one")
-        mixer.refuse("num_sink_tokens", "only attention to all keys has one")
+            part.refuse("replace_with_linear", "only attention and MLPs are")
+            part.refuse("sparsify", "only whole matrices are")
+        mixer.refuse("num_sink_tokens", "only attention to all keys is")
         window = mixer.count("window_length", minimum=0, otherwise=0)
         own = None
         if not mixer.flag("no_op"):

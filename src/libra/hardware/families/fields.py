@@ -1,5 +1,6 @@
-"""Fields of a configuration, and a record of the fields that were read. ¶ Invariant: an error begins with the field's
-path, and a field that may change a shape is either read or named as unread.
+"""Fields of a configuration, and a record of the fields that were read.
+
+Invariant: an error begins with the field's path, and a field that may change a shape is either read or named as unread.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Fields:
         if value is None:
             return otherwise
         if value not in known:
-            raise self.error(field, f"{shown(value)} has no price; known are {', '.join(known)}")
+            raise self.error(field, f"{shown(value)} is not supported; known are {', '.join(known)}")
         return str(value)
 
     def names(self, field: str) -> list[str]:
@@ -119,7 +120,7 @@ class Fields:
     def refuse(self, field: str, why: str) -> None:
         """Raise ValueError if the field is present and neither false, 0 nor empty."""
         if self.value(field):
-            raise self.error(field, f"{shown(self.value(field))} has no price: {why}")
+            raise self.error(field, f"{shown(self.value(field))} is not supported: {why}")
 
     def unread(self) -> Iterator[str]:
         """Paths of fields that may change a shape and that were not read."""

@@ -32,7 +32,7 @@ def _kinds(fields: Fields, layers: int, every: int) -> list[str]:
     for kind in types:
         if kind not in ("full_attention", "linear_attention"):
             raise fields.error(
-                "layer_types", f"{shown(kind)} has no price; known are full_attention and linear_attention"
+                "layer_types", f"{shown(kind)} is not supported; known are full_attention and linear_attention"
             )
     return types
 

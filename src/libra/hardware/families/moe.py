@@ -194,7 +194,7 @@ def hunyuan_moe(fields: Fields) -> Stack:
         value = fields.value(field)
         if isinstance(value, list):
             if len({*map(repr, value)}) != 1 or type(value[0]) is not int or value[0] < 0:
-                raise fields.error(field, f"layers with different numbers have no price (got {shown(value)})")
+                raise fields.error(field, f"layers with different numbers are not supported (got {shown(value)})")
             return int(value[0])
         return fields.count(field, minimum=0, otherwise=otherwise)
 

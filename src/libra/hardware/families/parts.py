@@ -104,7 +104,7 @@ def _reach(fields: Fields, kind: Any, windowed: Reach) -> Reach:
         return windowed
     if kind == "chunked_attention":
         return Reach(fields.count("attention_chunk_size"), chunked=True)
-    raise fields.error("layer_types", f"{shown(kind)} has no price; known are full_attention and sliding_attention")
+    raise fields.error("layer_types", f"{shown(kind)} is not supported; known are full_attention and sliding_attention")
 
 
 def switched_reaches(fields: Fields, layers: int) -> list[Reach]:

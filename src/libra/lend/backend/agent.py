@@ -1,7 +1,8 @@
-"""The agent of a server: a process that starts the borrowing engine, and gives the lender's word for it. ¶ Invariant:
-the word is given a few seconds at a time, and only while the certified server lives and the borrower makes progress. So
-a loan ends by itself when this process is killed or stopped. It needs no controller: a controller may come, leave and
-return, and finds the engine with its weights.
+"""The agent of a server: a process that starts the borrowing engine, and gives the lender's word for it.
+
+Invariant: the word is given a few seconds at a time, and only while the certified server lives and the borrower makes
+progress. So a loan ends by itself when this process is killed or stopped. It needs no controller: a controller may
+come, leave and return, and finds the engine with its weights.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class LendingAgent:
         self._before = now, tally, notice.view.came
         if tally.unrecorded and not self._unrecorded:
             self._unrecorded = True
-            self._told("the record has no room any more: lending goes on, unrecorded from here on")
+            self._told("the record has no room any more: lending continues without a record")
         seconds, grants = now - then, tally.grants - before.grants
         why = self.why or ((tally.why or "no step has ended") if self._engine.turns and not grants else None)
         return LendingPeriod(
@@ -199,7 +200,7 @@ def _make_way(listen: Path) -> None:
     try:
         found = listen.lstat()
         if not stat.S_ISSOCK(found.st_mode):
-            raise LendingError(f"listen: {listen} is there and no socket; name another file, or remove this one")
+            raise LendingError(f"listen: {listen} exists and is not a socket; name another file, or remove this one")
         if found.st_uid != os.geteuid():
             raise LendingError(f"listen: {listen} belongs to user {found.st_uid}; name one in a directory of your own")
         with socket.socket(socket.AF_UNIX) as one:

@@ -38,7 +38,7 @@ from libra.lend.backend.own_socket import trusted_peer
 from libra.lend.backend.rollout_model import RolloutModel
 from libra.lend.backend.turn_limits import TurnLimits
 
-# Looks, a second apart, at an engine that has turns and says nothing, before it is taken for lost: it hangs, or was
+# Looks, a second apart, at an engine that has turns and says nothing, before it counts as lost: it hangs, or was
 # stopped. Seconds are not counted: an agent that was held up itself finds what was said meanwhile at its next look.
 _SILENT = 10
 _LOADING = 300  # looks at an engine that takes weights, a second apart too
@@ -136,7 +136,7 @@ class AgentEngine:
         except msgspec.MsgspecError as error:
             channel.send(Failure(f"not a message to an agent of this version of libra: {error}"))
         except (TimeoutError, ConnectionError, PermissionError):
-            pass  # it went away, or is another user's
+            pass  # it is gone, or is another user's
         finally:
             if self._controller is channel:
                 self._hang_up()
@@ -153,7 +153,7 @@ class AgentEngine:
         return None
 
     async def _hear(self, link: WorkerLink) -> str:
-        last = "it went away"
+        last = "it is gone"
         try:
             while True:
                 message = await link.channel.receive()
@@ -173,7 +173,7 @@ class AgentEngine:
                     case _:
                         pass  # not asked for
         except (ConnectionError, msgspec.MsgspecError) as error:
-            return last if isinstance(error, ConnectionError) else f"it sent what is not a message: {error}"
+            return last if isinstance(error, ConnectionError) else f"it sent an unknown message: {error}"
 
     def _pass_on(self, said: Generated) -> None:
         """Send the controller the reports of its own turns: those of an earlier controller may not have ended yet."""
@@ -232,7 +232,7 @@ class AgentEngine:
         if (other := self._other(wanted)) is not None:
             return Failure(other)
         if self._controller is not None:
-            return NotNow("another controller has this engine; one at a time can")
+            return NotNow("another controller has this engine; only one can at a time")
         return None if self.ready else NotNow("the engine is not ready yet; come back")
 
     def _other(self, wanted: Borrow) -> str | None:
@@ -279,7 +279,7 @@ class AgentEngine:
         match message:
             case Generate() if engine is not None and self.ready:
                 if not (self._held if self._follows else self._own):
-                    channel.send(Failure("a turn came before weights of this run were here"))
+                    channel.send(Failure("a turn arrived before weights of this run"))
                     return False
                 if why := self._limits.objection(message, self.turns):
                     channel.send(Failure(f"turn {message.id[:_SHOWN]!r}: {why}"))

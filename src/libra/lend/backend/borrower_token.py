@@ -33,7 +33,7 @@ class BorrowerToken:
             raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
         self._page = DevicePage(path, create=False)
         try:
-            self._only = self._page.only("borrower", "another borrower has this device; one at a time can")
+            self._only = self._page.only("borrower", "another borrower has this device; only one can at a time")
         except LendingError:
             self._page.close()
             raise

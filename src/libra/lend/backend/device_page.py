@@ -1,4 +1,5 @@
-"""A file that all processes of a lent device map: the notices of each, field by field, and the device's lock. ¶
+"""A file that all processes of a lent device map: the notices of each, field by field, and the device's lock.
+
 Invariant: each field has one writer, so none needs a lock. A field of 8 bytes is read whole; serving's notice is longer
 and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and none can set. They
 begin anew with the machine, and so does a page kept on a disk.
@@ -246,7 +247,7 @@ class DevicePage:
         size, checksum = _FACTS.unpack_from(self.bytes, _FACTS_AT)
         text = self.bytes[_FACTS_AT + _FACTS.size : _FACTS_AT + _FACTS.size + size]
         if not text or crc32(text) != checksum:
-            raise LendingError(f"{self.path}: it does not say which engine serves; start the serving engine again")
+            raise LendingError(f"{self.path}: it does not name the serving engine; start the serving engine again")
         return EngineFacts(**json.loads(text))
 
     @facts.setter

@@ -119,7 +119,7 @@ class CuMemPages:
         found = cumem.CuMemAllocator.get_instance().pointer_to_data.values()
         handles = sorted((it.handle for it in found if it.tag == "kv_cache"), key=lambda handle: handle[2])
         if any(not isinstance(pointer, int) for *_, pointer in handles):
-            raise LendingError("KV memory of this kind of GPU is mapped in lists of chunks, which cannot change hands")
+            raise LendingError("KV memory of this kind of GPU is mapped in lists of chunks, which cannot be lent")
         self._device = handles[0][0] if handles else -1
         regions = [np.arange(begin, begin + size, _PAGE, dtype=np.int64) for _, size, begin, _ in handles]
         self.addresses = np.concatenate(regions) if regions else np.zeros(0, dtype=np.int64)

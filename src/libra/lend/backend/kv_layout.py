@@ -75,7 +75,7 @@ def _cache(name: str, layer: Any) -> torch.Tensor:
     if not isinstance(cache, torch.Tensor):
         raise LendingError(
             f"{name} ({type(layer).__name__}) keeps {type(cache).__name__}, not blocks of KV;"
-            " memory of a model of this kind cannot change hands"
+            " memory of a model of this kind cannot be lent"
         )
     return cache
 

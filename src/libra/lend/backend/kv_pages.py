@@ -1,5 +1,7 @@
 """The pages of memory under the blocks of a KV cache: they are unmapped when the blocks change hands, and mapped again
-with them. ¶ Invariant: a page is unmapped only if every byte of it belongs to dropped blocks.
+with them.
+
+Invariant: a page is unmapped only if every byte of it belongs to dropped blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def kv_pages(scheduler: Any) -> KVPages:
     if layout.device.type == "cuda":
         return GpuPages(layout, CuMemPages(layout, scheduler.vllm_config.model_config))
     raise LendingError(
-        f"KV memory on {layout.device} cannot change hands, only memory of the host or of an NVIDIA GPU can; lend the"
+        f"KV memory on {layout.device} cannot be lent, only memory of the host or of an NVIDIA GPU can; lend the"
         " device without it"
     )
 

@@ -210,6 +210,6 @@ def _pace(serving: ServingSection, certificate: Certificate) -> float:
     if certificate.longest_step > pace:
         raise ValueError(
             f"serving.use is {use:g}: a serving step may take {1e3 * certificate.longest_step:.0f} ms, a token"
-            f" {1e3 * pace:.0f}; raise use, or lower the server's max_num_batched_tokens and have it certified anew"
+            f" {1e3 * pace:.0f}; raise use, or lower the server's max_num_batched_tokens and have it certified again"
         )
     return pace

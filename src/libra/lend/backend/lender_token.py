@@ -17,7 +17,7 @@ class LenderToken:
     def __init__(self, path: Path) -> None:
         self._page = DevicePage(path, create=False)
         try:
-            self._only = self._page.only("lender", "another agent lends this device; one at a time can")
+            self._only = self._page.only("lender", "another agent lends this device; only one can at a time")
         except LendingError:
             self._page.close()
             raise

@@ -182,7 +182,7 @@ class LenderLauncher:
         except OSError as error:
             return NotNow(f"no agent answers ({error.strerror or error})")
         except msgspec.MsgspecError as error:
-            return NotNow(f"it is no agent of this version of libra: {error}")
+            return NotNow(f"it is not an agent of this version of libra: {error}")
 
     def _note(self, slot: int, answer: Message) -> None:
         if isinstance(answer, Lent):

@@ -24,7 +24,7 @@ def open_record(path: Path) -> int:
     LendingError if it is the record of another borrower, or no record."""
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            raise LendingError(f"record: {path} is no regular file; name another one")
+            raise LendingError(f"record: {path} is not a regular file; name another one")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise LendingError(f"record: {path}: {error.strerror}; name a file that can be written") from None
@@ -32,7 +32,9 @@ def open_record(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         first, newline, _ = os.pread(descriptor, _FIRST, 0).partition(b"\n")
         if (first or newline) and not (newline and are_terms(first)):
-            raise LendingError(f"record: {path} is there and no record of a loan; name another file, or remove it")
+            raise LendingError(
+                f"record: {path} exists and is not the record of a loan; name another file, or remove it"
+            )
     except BlockingIOError:
         os.close(descriptor)
         raise LendingError(f"record: {path} is written for another loan; name another file") from None
@@ -70,7 +72,7 @@ class LendingRecord:
         except DiskError as error:
             self._file.close()
             self._file, self.lost = None, kept
-            self._told(f"{error}; lending goes on, unrecorded from here on")
+            self._told(f"{error}; lending continues without a record")
 
     def close(self) -> None:
         self.flush(all_of_it=True)

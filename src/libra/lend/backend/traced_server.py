@@ -1,4 +1,5 @@
-"""A server under recorded traffic: it represents users and their server in demonstrations and tests of lending. ¶
+"""A server under recorded traffic: it represents users and their server in demonstrations and tests of lending.
+
 Invariant: requests arrive at their recorded times, whatever the engine is doing. The engine is vLLM with
 `LendingScheduler`, as in `vllm serve`; only HTTP and tokenisation are left out. A loan ends with this process: its word
 has to be renewed.
@@ -52,7 +53,7 @@ class _Live:
 
 
 def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
-    """Serve until `Stop`, or until the controller goes away."""
+    """Serve until `Stop`, or until the controller is gone."""
     began = time.monotonic()
     os.environ[DEVICE] = start.device
     os.sched_setaffinity(0, start.cores)

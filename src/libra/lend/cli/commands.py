@@ -118,7 +118,7 @@ def serve(
         if not 0 < period < math.inf:
             raise ValueError(f"--period is {period:g}; give more than 0 seconds, and finite")
         if logs is not None and logs.exists() and not logs.is_dir():
-            raise ValueError(f"--logs: {logs} is no directory; give one, or a name that is free")
+            raise ValueError(f"--logs: {logs} is not a directory; give one, or a name that is free")
         require("cpu")
         from libra.backends.launch.fork_server import LaunchError
         from libra.lend.backend.agent import LoanEndedError

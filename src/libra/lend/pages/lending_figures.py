@@ -192,7 +192,7 @@ def _shares(
         Series("serving computes", _SERVING, _middles(100 * serving, edges, scale)),
     ]
     note = f"Of all devices. {seen}".rstrip()
-    return line_figure("Whose steps the devices make", note, series, x, Axis("% of the time", (0.0, 100.0)))
+    return line_figure("Steps on the devices, by owner", note, series, x, Axis("% of the time", (0.0, 100.0)))
 
 
 def _load(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
@@ -237,7 +237,7 @@ def _margins(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale
 
 
 def _requests(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
-    title = "What users waited for"
+    title = "Latencies of users' requests"
     known = [(it, it.slo) for it in histories if it.slo is not None]
     came = [(request, slo) for it, slo in known for request in it.requests if edges[0] <= request.came <= edges[-1]]
     first = [(request.came, 100 * request.ttft / slo.ttft) for request, slo in came]

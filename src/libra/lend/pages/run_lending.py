@@ -39,9 +39,7 @@ def _section(log: RunLog, directory: Path) -> LendingSection | None:
     if section is not None:
         return section
     engines = {name for step in borrowed for name in step.loans}
-    return LendingSection(
-        figures, f"{plural(len(engines), 'engine')}; what became of their devices is with their agents."
-    )
+    return LendingSection(figures, f"{plural(len(engines), 'engine')}; the agents have the records of their devices.")
 
 
 def _had(steps: Sequence[StepRecord], x: Axis) -> Figure:
@@ -54,9 +52,7 @@ def _had(steps: Sequence[StepRecord], x: Axis) -> Figure:
         Series("had", "var(--blue)", share("lent")),
         Series("wanted: it had turns to make", "#8a949e", share("wanted")),
     ]
-    return line_figure(
-        "What rollout had of the devices", "Means over the lent engines.", series, x, Axis("% of a step")
-    )
+    return line_figure("Rollout's share of the devices", "Means over the lent engines.", series, x, Axis("% of a step"))
 
 
 def _behind(steps: Sequence[StepRecord]) -> list[tuple[int, list[int]]]:

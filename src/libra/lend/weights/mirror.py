@@ -1,4 +1,5 @@
-"""A node's copy of the weights, in two halves: engines load one while the next version is built in the other. ¶
+"""A node's copy of the weights, in two halves: engines load one while the next version is built in the other.
+
 Invariant: the half that engines load is one published version, and every chunk of it was checked against the sender's
 checksum after it was written. A delta is applied to its base, or not at all. A failed chunk is not trusted any more and
 has to be requested whole; this does not affect the half that engines load.
@@ -77,7 +78,7 @@ class Mirror:
         else:
             return False
         if zlib.crc32(into.view(np.uint8).data) != chunk.sum:
-            raise self._failed(chunk, "its checksum is another")
+            raise self._failed(chunk, "its checksum differs")
         self._sums[new][number] = chunk.sum
         self._staged[number], self._distrusted[number] = chunk.version, False
         return True

@@ -1,8 +1,10 @@
 """A node that keeps weights: it follows a source or a relay, has its engines load whole versions, and is a relay
-itself. ¶ Invariant: chunks are relayed before this node uses them, and once to each reader. So a chunk crosses the link
-to a cluster once, if one of its nodes follows the source and the others follow that node. A version reaches `load` only
-from a mirror that has checked it, and its half is not written before `load` has returned. Newer chunks go to the other
-half meanwhile, and no reader waits for this node's engines. Chunks that are damaged, missing or of another base are
+itself.
+
+Invariant: chunks are relayed before this node uses them, and once to each reader. So a chunk crosses the link to a
+cluster once, if one of its nodes follows the source and the others follow that node. A version reaches `load` only from
+a mirror that has checked it, and its half is not written before `load` has returned. Newer chunks go to the other half
+meanwhile, and no reader waits for this node's engines. Chunks that are damaged, missing or of another base are
 requested again, a bounded number of times: `UpstreamLostError`.
 """
 
@@ -50,7 +52,7 @@ class LinkPatience:
     """Limits of the time that one end waits for the other."""
 
     beat: float = 2.0  # seconds without news after which a `Beat` is sent
-    silence: float = 10.0  # seconds without a byte after which the other end is taken for gone
+    silence: float = 10.0  # seconds without a byte after which the other end counts as gone
     attempts: int = 8  # in a row that bring nothing
     pause: float = 0.1  # seconds after the first of them, twice as many after each one more
 
@@ -138,7 +140,7 @@ async def _greeted(reader: asyncio.StreamReader, token: str, chunks: int, limits
     async with asyncio.timeout(limits.hello_seconds):
         hello, _ = await receive(reader, limits.hello_seconds, most)
     if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), token.encode()):
-        raise PermissionError("the token was not shown")
+        raise PermissionError("the token was not sent")
     return hello
 
 
@@ -270,7 +272,7 @@ class WeightsNode:
                     if feed.add(message, frame):
                         self._fruitless[ways] = 0
                 case _:
-                    raise DamagedError(f"{type(message).__name__} is not what a sender says")
+                    raise DamagedError(f"{type(message).__name__} is not a sender's message")
 
     def _require_sound(self, item: Chunk | Complete, theirs: Mask) -> None:
         """Raises `DamagedError` for an item of other weights, or one whose predecessor is missing."""

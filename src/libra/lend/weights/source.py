@@ -34,7 +34,7 @@ class Source:
             raise ValueError(f"chunks {self._start} to {self._stop} of {len(grid)}")
         self._content: Vector = np.zeros(grid.size, np.uint8)  # untouched pages of other shards take no memory
         self._sums: Sums = np.zeros(len(grid), np.uint32)
-        self._pool = ThreadPoolExecutor(threads, "encode")  # numpy and zlib let go of the interpreter
+        self._pool = ThreadPoolExecutor(threads, "encode")  # numpy and zlib release the interpreter
         self._ahead = 2 * threads  # chunks
         self._changing = Lock()  # a chunk of the content, with its version and sum
         self.versions: Versions = np.full(len(grid), NOTHING, np.int64)

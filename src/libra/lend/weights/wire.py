@@ -99,7 +99,7 @@ async def receive(reader: asyncio.StreamReader, silence: float, most: int = WEIG
     head = await _read(reader, _HEAD.size, silence)
     count, checksum, _ = _HEAD.unpack(head)
     if head != _head(count, checksum):
-        raise DamagedError("the head of a frame arrived damaged")
+        raise DamagedError("the header of a frame arrived damaged")
     if count > most:
         raise DamagedError(f"a frame of {count} bytes; the largest has {most}")
     body = await _read(reader, count, silence)

@@ -74,7 +74,7 @@ def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tupl
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"{text!r} is no count; give a whole number, 0 or more")
+        raise ValueError(f"{text!r} is not a count; give a whole number, 0 or more")
     return int(text)
 
 
@@ -107,7 +107,7 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     gpus = {nodes.name: nodes.gpu for nodes in request.cluster.nodes}
     unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
     if unknown:
-        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan anew with it")
+        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan again with it")
     for field in ("tool_seconds_if_unknown", "max_length"):
         if getattr(recipe, field) != getattr(request.recipe, field):
             raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")

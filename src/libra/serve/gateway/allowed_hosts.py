@@ -29,7 +29,7 @@ class AllowedHosts:
             except ValueError:
                 if not _NAME.fullmatch(each) or each.replace(".", "").isdigit():
                     raise ValueError(
-                        f"{each!r} is no host: give an address, a network such as 10.0.0.0/8, or a name"
+                        f"{each!r} is not a host: give an address, a network such as 10.0.0.0/8, or a name"
                     ) from None
                 names.append(each.lower())
         return cls(tuple(networks), frozenset(names))

@@ -1,5 +1,8 @@
-"""The gateway's YAML file: its engines, their tokens, and the routing of turns. ¶ Invariant: a file describes a gateway
-that can start, or gives a one-line error that names the key and the remedy. No message and no repr shows a token."""
+"""The gateway's YAML file: its engines, their tokens, and the routing of turns.
+
+Invariant: a file describes a gateway that can start, or gives a one-line error that names the key and the remedy. No
+message and no repr shows a token.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ class UpstreamSection(Section):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; one is enough")
         if self.basic_auth is not None and ":" not in self.basic_auth.get_secret_value():
-            raise ValueError("basic_auth is no user:password; for a bearer token there is api_key")
+            raise ValueError("basic_auth is not user:password; for a bearer token there is api_key")
         return self
 
     @property
@@ -190,7 +193,7 @@ def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSect
         return engine
     # Neither name is shown: a user may have put the token itself there by mistake.
     if secret is None:
-        unread = f"file cannot be read, or is no regular file (from {folder.absolute()})"
+        unread = f"file cannot be read, or is not a regular file (from {folder.absolute()})"
         missing = "variable is not set" if key == "api_key_env" else unread
         raise ValueError(f"engines.{index}.{key}: the {missing}; have it hold the token of engine {engine.name}")
     try:
@@ -211,7 +214,7 @@ def _require_sound(file: GatewayConfig) -> None:
     names = [engine.name for engine in file.engines]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"engines: {name} is there twice; name each once")
+            raise ValueError(f"engines: {name} occurs twice; name each once")
     limits = file.limits or (1,)
     if any(longer <= shorter for shorter, longer in pairwise((0, *limits))):
         raise ValueError(f"limits is {list(limits)}; list numbers of tokens that rise, shortest bucket first")

@@ -134,7 +134,7 @@ class HealthMonitor:
             return f"{url} does not list its models: {error or type(error).__name__}"
         longest = min((model.max_model_len or 0 for model in told.data), default=0)
         if longest < 1:
-            return f"{url} tells no max_model_len: give it in the file, or to POST /workers"
+            return f"{url} reports no max_model_len: give it in the file, or to POST /workers"
         engine.capacity_tokens = longest
         self._upstreams.refresh()
         return None

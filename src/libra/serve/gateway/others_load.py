@@ -1,7 +1,7 @@
-"""Load that others put on the engines of a gateway, as the engines tell it: other gateways, or users.
+"""Load of other gateways and users on the engines of a gateway, as reported by the engines.
 
-Invariant: to the load of an engine, which is that of this gateway's turns in flight, is added what its other requests
-are taken for: the mean context of trajectories here, each. An engine that tells nothing has none.
+Invariant: an engine's load is that of this gateway's turns in flight, plus the mean context of trajectories here for
+each of its other requests. An engine that reports nothing has none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _LOOK_SECONDS = 0.5  # between two looks; turns take seconds
 
 
 class OthersLoad:
-    """Asks engines for their queues while `follow` runs. `contexts`: those of the trajectories here; `usual`: what is
-    taken for a context where there are none."""
+    """Asks engines for their queues while `follow` runs. `contexts`: those of the trajectories here; `usual`: the
+    assumed context if there are none."""
 
     def __init__(
         self, upstreams: Upstreams, client: EngineClient, contexts: Callable[[], Sequence[int]], usual: int

@@ -75,9 +75,9 @@ async def relay(
     except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
         untraced(error)
         why = str(error) or type(error).__name__
-    failure = attempt.failure or TurnFailure(f"engine {engine.id} went away: {why}", Fault.GONE)
+    failure = attempt.failure or TurnFailure(f"engine {engine.id} was lost: {why}", Fault.GONE)
     if response is not None and response.prepared:
-        said = refusal(f"{failure.message}; ask again from what has come", 503)
+        said = refusal(f"{failure.message}; send it again with the tokens received so far", 503)
         await _write(response, request, b"data: " + said + b"\n\n")
         return Relayed(response, failure=failure)
     return Relayed(refused(failure.message, 504) if failure.fault is Fault.SILENT else None, failure=failure)

@@ -26,7 +26,7 @@ from libra.trajectory import Trajectory
 
 _MODEL_BYTES = 256  # of a model's name; a longer one is not passed on
 _PROVIDER = "libra"  # the engines' own is not known
-_OPEN = "open"  # a trajectory that goes on when the gateway ends
+_OPEN = "open"  # a trajectory that is unfinished when the gateway ends
 _headers = TraceContextTextMapPropagator()
 _text = msgspec.json.Decoder(str)
 

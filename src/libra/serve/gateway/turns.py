@@ -163,7 +163,9 @@ class Turns:
     def _chosen(self, placement: Placement) -> Upstream:
         engine = self.upstreams.all.get(placement.instance)
         if engine is None:
-            raise PolicyError(f"policy {self.config.route}: it chose {placement.instance!r:.80}, which is no engine")
+            raise PolicyError(
+                f"policy {self.config.route}: it chose {placement.instance!r:.80}, which is not an engine"
+            )
         return engine
 
     async def _relay(self, turn: RoutedTurn, engine: Upstream, body: bytes) -> Relayed:

@@ -41,7 +41,7 @@ class RoutedTurn:
         return reader if self.session.history is None else SaidReader(reader)
 
 
-UNCOUNTED = "uncounted"  # trouble of a turn whose client went away, or whose engine told no tokens
+UNCOUNTED = "uncounted"  # trouble of a turn whose client is gone, or whose engine told no tokens
 
 
 class End(StrEnum):

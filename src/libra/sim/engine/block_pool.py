@@ -1,7 +1,9 @@
-"""The KV blocks of one engine: held blocks, findable blocks, and their order of reuse. ¶ Invariant: blocks differ only
-by what the engine could know: their tokens, their holders, and the time of their release. A block of known tokens
-without a holder stays findable until it is the least recently released. The findable part of a context is always its
-beginning, without a gap."""
+"""The KV blocks of one engine: held blocks, findable blocks, and their order of reuse.
+
+Invariant: blocks differ only by what the engine could know: their tokens, their holders, and the time of their release.
+A block of known tokens without a holder stays findable until it is the least recently released. The findable part of a
+context is always its beginning, without a gap.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class BlockPool:
         self.findable = 0  # free, with known tokens
         self.shared = 0  # holders of blocks beyond the first of each block
         self.reads = BlockReads()
-        self._free: OrderedDict[Run, None] = OrderedDict()  # without holders, least recently let go first
+        self._free: OrderedDict[Run, None] = OrderedDict()  # without holders, least recently released first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self.copies = BlockCopies()
 
@@ -172,7 +174,7 @@ class BlockPool:
         while blocks:
             run = next(iter(self._free), None)
             if run is None:
-                raise ValueError(f"{blocks} blocks are asked for that are not free")
+                raise ValueError(f"{blocks} blocks are requested, and fewer are free")
             owner = run.owner
             if copied and owner in copied:
                 self._forget_last(run)

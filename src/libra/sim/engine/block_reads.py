@@ -1,6 +1,8 @@
-"""Blocks that were released while they are still read: an iteration that reuses one of them waits for its readers. ¶
+"""Blocks that were released while they are still read: an iteration that reuses one of them waits for its readers.
+
 Invariant: such a block is in `reading` until its readers have ended or it is reused. In the latter case it is in
-`given` until the next iteration waits for it."""
+`given` until the next iteration waits for it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class BlockReads:
         self.reading: dict[Block, tuple[Reader, ...]] = {}
         self.given: dict[Block, tuple[Reader, ...]] = {}
         self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held, not findable: (number, block)
-        self.fenced: list[tuple[int, Run]] = []  # the same once let go: (blank blocks given away later, block)
+        self.fenced: list[tuple[int, Run]] = []  # the same once released: (blank blocks given away later, block)
 
     def settle(self, now: int) -> None:
         """Remove the readers that have ended by `now`."""

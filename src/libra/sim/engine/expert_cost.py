@@ -80,7 +80,7 @@ class ExpertCost:
         slots = experts + (0 if balancing is None else balancing.num_redundant_experts)
         if slots % grid.gpus:
             raise ValueError(
-                f"num_redundant_experts is {slots - experts}: {slots} experts are no multiple of {grid.gpus} GPUs"
+                f"num_redundant_experts is {slots - experts}: {slots} experts are not a multiple of {grid.gpus} GPUs"
             )
         self._placements = [initial_placement(experts, slots, grid.layers)]  # by the number of moves before it
         self._pauses = [0]  # ticks of the move to each placement

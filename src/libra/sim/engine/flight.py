@@ -25,7 +25,7 @@ class Flight:
     generation: Generation
     finishing: list[Request] = field(default_factory=list)  # their prompts are computed with the iteration under way
     chunk: Request | None = None  # a part of its prompt, not the last, is under way
-    deferred: list[Deferred] = field(default_factory=list)  # let go when the batch has landed
+    deferred: list[Deferred] = field(default_factory=list)  # released when the batch has landed
     waits: bool = False  # for blocks that another batch under way may still write
     under_way: bool = False
     start: int = 0  # ticks, of the iteration under way

@@ -1,6 +1,8 @@
-"""Blocks of KV cache groups one by one: the blocks of a group that a request holds, and those that others can find. ¶
+"""Blocks of KV cache groups one by one: the blocks of a group that a request holds, and those that others can find.
+
 Invariant: a block with an owner can be found by the tokens up to its end; of several with the same tokens, the oldest
-is found."""
+is found.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class GroupBlock:
 class BlockTable:
     """Blocks of one group that a request holds."""
 
-    first: int = 0  # places before it are let go
+    first: int = 0  # places before it are released
     end: int = 0  # places that the table has
     cached: int = 0  # places that were looked at for the prefix cache
     blocks: dict[int, GroupBlock] = field(default_factory=dict)  # by place, in rising order

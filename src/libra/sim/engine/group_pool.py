@@ -248,7 +248,7 @@ class GroupPool(BlockPool):
         self.blank = 0
         for _ in range(blocks - blank):
             if not self._line:
-                raise ValueError(f"{blocks} blocks are asked for that are not free")
+                raise ValueError(f"{blocks} blocks are requested, and fewer are free")
             block, _ = self._line.popitem(last=False)
             self.findable -= 1
             self._known[block.group].forget(block)

@@ -212,7 +212,7 @@ def _admitted(contexts: int, cached: Sequence[tuple[int, int]]) -> Admitted:
 
 
 def nothing_fits(state: EngineState) -> AssertionError:
-    return AssertionError(f"engine {state.index}: nothing fits, and nothing will be let go")
+    return AssertionError(f"engine {state.index}: nothing fits, and nothing will be released")
 
 
 def complete(state: EngineState) -> list[Request]:

@@ -71,7 +71,7 @@ class EngineState:
     _: KW_ONLY
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
-    defers: bool = False  # blocks that an iteration under way may write are let go with its end
+    defers: bool = False  # blocks that the current iteration may write are released with its end
     clock: Clock | None = field(default=None, init=False)  # shared with other engines
     pool: BlockPool = field(init=False)
     tiers: Tiers | None = field(default=None, init=False)
@@ -85,7 +85,7 @@ class EngineState:
     running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
     # Their prompts are computed in part; in the order of admission. Only one, unless others came while it got no blocks
     partials: dict[Request, None] = field(default_factory=dict, init=False)
-    blocked: bool = field(default=False, init=False)  # the head of the queue fits only once blocks are let go
+    blocked: bool = field(default=False, init=False)  # the head of the queue fits only once blocks are released
     # Free blocks that it needs at least, if it may fit before that; 0: unknown
     wanted: int = field(default=0, init=False)
     admissions: int = field(default=0, init=False)
@@ -96,7 +96,7 @@ class EngineState:
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # iterations that may be planned at once
     uneven: bool = field(init=False)  # batches say how much their contexts differ
-    restless: bool = field(init=False)  # the head of the queue may fit later although no request lets go of its blocks
+    restless: bool = field(init=False)  # the head of the queue may fit later although no request releases its blocks
     batches: list[DecodeBatch] = field(init=False)  # the batches that do not, by their requests
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # the request that generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary

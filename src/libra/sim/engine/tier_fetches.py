@@ -60,6 +60,6 @@ def too_small(transfers: TierTransfers, requests: Collection[int], chunks: int) 
     shelf = transfers.first
     return TierTooSmallError(
         f"kv_tiers: {shelf.tier.name} is too small, {shelf.tier.chunks} chunks: requests"
-        f" {', '.join(map(str, requests))} fetch what they need into it and push each other's chunks out, for ever;"
-        f" give it room for those of all that wait, {chunks} chunks ({chunks * shelf.chunk_bytes / 2**30:.3g} GiB)"
+        f" {', '.join(map(str, requests))} fetch their chunks into it and evict each other's for ever; give it room"
+        f" for the chunks of all waiting requests, {chunks} chunks ({chunks * shelf.chunk_bytes / 2**30:.3g} GiB)"
     )

@@ -180,7 +180,7 @@ class SharedTiers:
                 continue
             first = self._first.setdefault(name, shelf)
             if first.tier != shelf.tier:
-                raise ValueError(f"kv_tiers: {name} is shared, and not alike on all engines: give each the same")
+                raise ValueError(f"kv_tiers: {name} is shared, and differs between engines: give each the same")
             shelf.cache = first.cache
             shelf.into, shelf.out = self._links.setdefault((name, node), (shelf.into, shelf.out))
             if transfers.sharing is not self._sharing:

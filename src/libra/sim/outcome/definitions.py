@@ -25,7 +25,7 @@ COMPLETED = (
 )
 
 _DEFINITIONS = (
-    Definition("requests", "requests", "count", "All that were submitted, whatever their outcome."),
+    Definition("requests", "requests", "count", "All submitted requests, whatever their outcome."),
     Definition("finished", "finished", "count", "Requests that generated all their tokens."),
     Definition(
         "interrupted",
@@ -35,13 +35,13 @@ _DEFINITIONS = (
     ),
     Definition("cancelled", "cancelled", "count", "Requests that their caller gave up."),
     Definition("refused", "refused", "count", "Requests that no engine takes, such as a prompt that is too long."),
-    Definition("failed", "failed", "count", "Requests whose KV did not come from the engine that computed the prompt."),
-    Definition("unfinished", "unfinished", "count", "Requests that had not ended, or not come, at the time limit."),
+    Definition("failed", "failed", "count", "Requests whose KV did not arrive from the prefill engine."),
+    Definition("unfinished", "unfinished", "count", "Requests that had not ended, or not arrived, at the time limit."),
     Definition(
         "makespan",
         "makespan",
         "s",
-        "From the first arrival to the last end of a request, or to the time limit. Of a batch: how long it takes.",
+        "From the first arrival to the last end of a request, or to the time limit. For a batch: its duration.",
     ),
     Definition(
         "generated_tokens",
@@ -70,30 +70,32 @@ _DEFINITIONS = (
         "tpot",
         "TPOT",
         "s",
-        "Time per output token after the first: from first token to finish, over generated tokens less one; of finished"
-        " requests of two tokens or more. Preemptions are included.",
+        "Time per output token after the first: from first token to finish, over generated tokens minus one, for"
+        " finished requests of two tokens or more. Preemptions are included.",
     ),
     Definition("latency", "end to end", "s", "From arrival to finish."),
     Definition("trajectories", "trajectories", "count", "Trajectories that made a request."),
-    Definition("trajectories_completed", "completed trajectories", "count", "Those whose last request finished."),
+    Definition(
+        "trajectories_completed", "completed trajectories", "count", "Trajectories whose last request finished."
+    ),
     Definition(
         "trajectory_latency",
         "trajectory",
         "s",
-        "Of a completed trajectory, from its first arrival to its last finish: tools in between are included.",
+        "From the first arrival to the last finish of a completed trajectory, tools in between included.",
     ),
     Definition(
         "busy_share",
         "busy",
         "share",
-        "Time in iterations over makespan; of several engines, or pipeline stages, the mean. Pauses for new weights are"
-        " no work.",
+        "Time in iterations over makespan; the mean of several engines or pipeline stages. Pauses for new weights do"
+        " not count.",
     ),
     Definition(
         "paused_share",
         "paused",
         "share",
-        "Time for which engines stood still for new weights, over makespan; of several engines the mean.",
+        "Time of pauses for new weights over makespan; the mean of several engines.",
     ),
     Definition(
         "kv_share",
@@ -113,8 +115,8 @@ _DEFINITIONS = (
         "preemptions",
         "preemptions",
         "count",
-        "Times that a running request went back to the queue for lack of KV blocks, to compute its context again. The"
-        " same for new weights is not counted.",
+        "Returns of running requests to the queue for lack of KV blocks, after which they compute their contexts"
+        " again. Returns for new weights do not count.",
     ),
     Definition("iterations", "iterations", "count", "Steps of the engines: each one batch through the model."),
     Definition("events", "events", "count", "Decisions that were simulated to determine all iterations."),

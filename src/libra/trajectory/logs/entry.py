@@ -109,7 +109,7 @@ class LogEntry:
         if value is None:
             raise self.refusal(name, "this field is required")
         if isinstance(value, float) and math.isnan(value):
-            raise self.refusal(name, "NaN is no value")
+            raise self.refusal(name, "NaN is not a value")
         return value
 
 
