@@ -197,7 +197,7 @@ async def test_a_worker_whose_slot_is_not_used_any_more_cannot_be_restarted(tmp_
     async with session(tmp_path, pool=make_pool(1, 1, 2, most_losses=1)) as made:
         await made.lose("hybrid-0")
         assert made.pool["hybrid-0"].role is Role.FAILED
-        with pytest.raises(WorkerLostError, match="worker hybrid-0 does nothing"):
+        with pytest.raises(WorkerLostError, match="worker hybrid-0 has no role to restart in"):
             await made.executor.restart("hybrid-0")
 
 
