@@ -34,10 +34,11 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
-test-integrations: $(foreach host,verl trl verifiers,$(HOSTS)/$(host)/.installed)  ## the adapters of verl, TRL and verifiers, which it installs
+test-integrations: $(foreach host,verl trl verifiers router,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers and vllm-router, which it installs
 	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl_*.py)
 	$(HOSTS)/trl/bin/python -m pytest -q tests/integrations/test_trl.py
 	$(HOSTS)/verifiers/bin/python -m pytest -q tests/integrations/test_verifiers.py
+	$(HOSTS)/router/bin/python -m pytest -q tests/integrations/test_vllm_router.py
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
 $(HOSTS)/verl/.installed: $(STAMP)
@@ -51,6 +52,10 @@ $(HOSTS)/trl/.installed: $(STAMP)
 
 $(HOSTS)/verifiers/.installed: $(STAMP)
 	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/verifiers 'verifiers>=0.4,<0.5'
+	@touch $@
+
+$(HOSTS)/router/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/router 'vllm-router==0.1.17' --with orjson
 	@touch $@
 
 # It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.

@@ -17,7 +17,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "evaluation": "hours; what has finished is kept",
     "fidelity": "a minute a kind of schedule (extra `cpu`)",
     "gateway": "7 minutes (21,000 open files)",
-    "gpu": "10 minutes (a GPU of 80 GB; a minute with `--dry-run`)",
+    "gpu": "a quarter of an hour by estimate (a GPU of 80 GB; minutes with `--dry-run`)",
     "joins": "minutes (extra `cpu`)",
     "lending": "6 minutes (one H100 or H200; as long with `--cpu`)",
     "lending_rules": "minutes (recorded requests)",

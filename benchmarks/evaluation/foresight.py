@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from benchmarks.workloads.drifting_tasks import Around
 from libra.cost.device import SwitchCost
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
@@ -19,19 +20,11 @@ _ALL_ALIKE = 1e6  # steps after which a trajectory counts half as much: those of
 
 
 @dataclass(slots=True)
-class Foretold:
+class Foretold(Around):
     """Episodes that are known as soon as they are drawn."""
 
     episodes: Episodes
     known: dict[str, Trajectory] = field(default_factory=dict)  # by id
-
-    @property
-    def samples_per_prompt(self) -> int:
-        return self.episodes.samples_per_prompt
-
-    @property
-    def max_context(self) -> int:
-        return self.episodes.max_context
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
         drawn = self.episodes.group(number, version)

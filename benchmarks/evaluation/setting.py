@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, profiles_of, shape_file
 from benchmarks.workloads.definition import FILES, read
+from benchmarks.workloads.drifting_tasks import Around
 from libra.config.recipe import Recipe
 from libra.cost.grid import EngineProfile
 from libra.hardware.model_file import load_model
@@ -98,7 +99,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class ByStep:
+class ByStep(Around):
     """Episodes of which every `groups` groups are one step's, in the order of their numbers.
 
     They drift by the step that a group is for, whichever system starts it, and when: if the drift followed the version
@@ -107,14 +108,6 @@ class ByStep:
 
     episodes: Episodes
     groups: int
-
-    @property
-    def samples_per_prompt(self) -> int:
-        return self.episodes.samples_per_prompt
-
-    @property
-    def max_context(self) -> int:
-        return self.episodes.max_context
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
         """The version is that of the policy which starts it, and says nothing but how stale it is."""

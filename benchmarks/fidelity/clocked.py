@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -194,10 +195,20 @@ def alarms_of(requests: Sequence[Request]) -> list[tuple[int, bool, int, Request
     return sorted(alarms, key=lambda it: it[:3])
 
 
-def simulated_steps(iterations: Iterable[Iteration], engine: int = 0) -> tuple[Step, ...]:
-    """Iterations of one simulated engine as steps, without the requests that finish with them."""
+def simulated_steps(
+    iterations: Iterable[Iteration], engine: int = 0, finished: Mapping[int, Sequence[int]] = MappingProxyType({})
+) -> tuple[Step, ...]:
+    """Iterations of one simulated engine as steps; `finished` are requests by the tick at which they finish. A step
+    that schedules nothing ends when it begins, as does the one before it: no request finishes there."""
     return tuple(
-        Step(it.start, it.scheduled, it.preempted, it.cached, (), it.free_blocks)
+        Step(
+            it.start,
+            it.scheduled,
+            it.preempted,
+            it.cached,
+            tuple(finished.get(it.end, ())) if it.scheduled else (),
+            it.free_blocks,
+        )
         for it in iterations
         if it.engine == engine
     )

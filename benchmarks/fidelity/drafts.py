@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import SEQUENTIAL, Speculative
 
 
@@ -26,3 +29,17 @@ def with_drafts(config: EngineConfig, seed: int) -> EngineConfig:
         budget = max(budget, config.max_num_seqs * least)
     config = replace(config, speculative=speculative, max_num_batched_tokens=budget)
     return replace(config, kv_blocks=max(config.kv_blocks, config.blocks(config.max_model_len) + config.draft_blocks))
+
+
+def drawn_case(seed: int, *, ahead: bool = False, drafts: bool = False) -> tuple[EngineConfig, tuple[Request, ...]]:
+    """The random case of a seed; with `ahead` it schedules asynchronously, with `drafts` it has some."""
+    config, requests = async_case(seed) if ahead else random_case(seed)
+    return with_drafts(config, seed) if drafts else config, requests
+
+
+def stretch(requests: Iterable[Request], ticks: int) -> None:
+    """Let a step, by which requests arrive and are cancelled, take this number of ticks."""
+    for request in requests:
+        request.arrival *= ticks
+        if request.cancel_at is not None:
+            request.cancel_at *= ticks

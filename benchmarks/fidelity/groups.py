@@ -22,9 +22,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds
 
 from benchmarks.fidelity.clocked import alarms_of, simulated_steps
-from benchmarks.fidelity.drafts import with_drafts
+from benchmarks.fidelity.drafts import drawn_case, stretch
 from benchmarks.fidelity.graphs import dispatcher
-from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from libra.cost.graphs import capture_sizes
 from libra.cost.host import NO_HOST, HostCost
@@ -71,15 +70,10 @@ class Ranks:
 def random_ranks(seed: int, *, ahead: bool = False, drafts: bool = False) -> tuple[Ranks, tuple[Request, ...]]:
     """The random case of a seed for ranks like its engine, with CUDA graphs or without; with `ahead` they schedule
     asynchronously."""
-    config, requests = async_case(seed) if ahead else random_case(seed)
-    if drafts:
-        config = with_drafts(config, seed)
+    config, requests = drawn_case(seed, ahead=ahead, drafts=drafts)
     random = Random(seed)
     cost = StepCost(random.randint(1, 50), random.randint(0, 2), random.randint(0, 1))
-    for request in requests:
-        request.arrival *= cost.step
-        if request.cancel_at is not None:
-            request.cancel_at *= cost.step
+    stretch(requests, cost.step)
     if random.random() < 0.7:
         sizes = capture_sizes(config.max_num_seqs, config.max_num_batched_tokens, tokens_each=config.tokens_each)
         config = replace(config, capture_sizes=sizes)

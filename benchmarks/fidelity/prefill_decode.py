@@ -13,8 +13,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, alarms_of, simulated_steps
-from benchmarks.fidelity.drafts import with_drafts
-from benchmarks.fidelity.random_workloads import async_case, random_case
+from benchmarks.fidelity.drafts import drawn_case, stretch
 from benchmarks.fidelity.tiered import with_tier
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.clock import TICKS, ticks
@@ -49,17 +48,12 @@ def random_pair(
     """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
     `ahead` both schedule asynchronously, or one of them; with `tier` the prefill engine has one; with `fails` some
     pulls are lost on their way, and the lease on KV that is not read ends soon."""
-    config, requests = async_case(seed) if ahead else random_case(seed)
-    if drafts:
-        config = with_drafts(config, seed)
+    config, requests = drawn_case(seed, ahead=ahead, drafts=drafts)
     random = Random(seed)
     step, per_token = random.randint(1, 50), random.randint(0, 5)
     if drafts:
         per_token = 0  # a row that the budget cuts costs the simulator as much as a whole one
-    for request in requests:
-        request.arrival *= step
-        if request.cancel_at is not None:
-            request.cancel_at *= step
+    stretch(requests, step)
     prefill = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)))
     block_ticks = random.choice((1, step, 5 * step))  # that the blocks of a token take
     if ahead:

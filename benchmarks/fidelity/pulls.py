@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.fidelity.clocked import ClockedEngine, alarms_of, serve
-from benchmarks.fidelity.drafts import with_drafts
-from benchmarks.fidelity.random_workloads import async_case, random_case
+from benchmarks.fidelity.clocked import ClockedEngine, alarms_of, serve, simulated_steps
+from benchmarks.fidelity.drafts import drawn_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
@@ -32,9 +31,7 @@ def random_pulls(
 ) -> tuple[EngineConfig, tuple[Request, ...], dict[int, Transfer]]:
     """The random case of a seed, in which some prompts, or all, were computed elsewhere. With `ahead` it schedules
     asynchronously."""
-    config, requests = async_case(seed) if ahead else random_case(seed)
-    if drafts:
-        config = with_drafts(config, seed)
+    config, requests = drawn_case(seed, ahead=ahead, drafts=drafts)
     random = Random(seed)
     config = replace(config, kv_load_failure_policy=random.choice(("fail", "recompute")))
     share = random.choice((0.3, 0.7, 1.0))
@@ -87,14 +84,4 @@ def simulated_pulls(
             for request, _ in engine.pulls:
                 ends[request] = now + transfers[request.number].ticks
     assert engine.pool.held == 0
-    return tuple(
-        Step(
-            time=it.start,
-            scheduled=it.scheduled,
-            preempted=it.preempted,
-            cached=it.cached,
-            finished=tuple(finished.get(it.end, ())) if it.scheduled and not ahead else (),
-            free_blocks=it.free_blocks,
-        )
-        for it in iterations
-    )
+    return simulated_steps(iterations, finished={} if ahead else finished)

@@ -7,6 +7,7 @@ had, how many blocks are free, and who finishes in which order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
@@ -42,31 +43,12 @@ Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", "hybrid"
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One random case. The counts are of vLLM's schedule."""
-
-    seed: int
-    steps: int
-    tokens: int  # scheduled
-    preemptions: int
-    hits: int  # admissions that found tokens in the prefix cache
-    cancelled: int  # requests that were given up before they finished
-    priorities: bool  # scheduled by priority, not first come first served
-    difference: str | None  # the first one, for a reader
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """All cases together."""
+    """Random cases, one or all. The counts are of vLLM's schedule."""
 
     cases: int
     equal: int
-    steps: int
-    tokens: int
-    preemptions: int
-    hits: int
-    cancelled: int
-    priority_cases: int
-    difference: str | None  # of the first case that has one
+    counts: Counter[str]
+    difference: str | None  # the first one, for a reader
 
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
@@ -84,15 +66,18 @@ def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
         wanted = [step for steps in theirs for step in steps]
         differences = (difference(mine, its) for mine, its in zip(ours, theirs, strict=True))
         found = next((it for it in differences if it is not None), None)
+        counts = Counter(
+            {
+                "steps": len(wanted),
+                "tokens scheduled": sum(tokens for step in wanted for _, tokens in step.scheduled),
+                "preemptions": sum(len(step.preempted) for step in wanted),
+                "prefix cache hits": sum(1 for step in wanted for _, tokens in step.cached if tokens),
+                "cancelled requests": sum(request.status == "cancelled" for request in requests),
+                "workloads with priorities": int(config.policy == "priority"),
+            }
+        )
         yield Compared(
-            seed=seed,
-            steps=len(wanted),
-            tokens=sum(tokens for step in wanted for _, tokens in step.scheduled),
-            preemptions=sum(len(step.preempted) for step in wanted),
-            hits=sum(1 for step in wanted for _, tokens in step.cached if tokens),
-            cancelled=sum(request.status == "cancelled" for request in requests),
-            priorities=config.policy == "priority",
-            difference=None if found is None else f"seed {seed} ({_told(config)}), {found}",
+            1, int(found is None), counts, None if found is None else f"seed {seed} ({_told(config)}), {found}"
         )
 
 
@@ -139,32 +124,20 @@ def _schedules(
     return config, requests, [simulated_schedule(config, requests)], [wanted]
 
 
-def summary(compared: Iterable[Compared]) -> Summary:
-    cases = list(compared)
-    different = [case.difference for case in cases if case.difference is not None]
-    return Summary(
-        cases=len(cases),
-        equal=len(cases) - len(different),
-        steps=sum(case.steps for case in cases),
-        tokens=sum(case.tokens for case in cases),
-        preemptions=sum(case.preemptions for case in cases),
-        hits=sum(case.hits for case in cases),
-        cancelled=sum(case.cancelled for case in cases),
-        priority_cases=sum(case.priorities for case in cases),
-        difference=different[0] if different else None,
-    )
+def summary(compared: Iterable[Compared]) -> Compared:
+    """All cases together."""
+    counts, cases = Counter[str](), list(compared)
+    for case in cases:
+        counts.update(case.counts)
+    first = next((case.difference for case in cases if case.difference is not None), None)
+    return Compared(len(cases), sum(case.equal for case in cases), counts, first)
 
 
-def rows(found: Summary) -> list[Row]:
+def rows(found: Compared) -> list[Row]:
     return [
         Row(CASE, "random workloads", found.cases, "", "500 or more", found.cases >= 500),
         Row(CASE, "of which every step is equal", found.equal, "", "all", found.equal == found.cases),
-        Row(CASE, "steps", found.steps, ""),
-        Row(CASE, "tokens scheduled", found.tokens, ""),
-        Row(CASE, "preemptions", found.preemptions, ""),
-        Row(CASE, "prefix cache hits", found.hits, ""),
-        Row(CASE, "cancelled requests", found.cancelled, ""),
-        Row(CASE, "workloads with priorities", found.priority_cases, ""),
+        *(Row(CASE, what, count, "") for what, count in found.counts.items()),
     ]
 
 
@@ -173,18 +146,7 @@ def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tup
     iterations: list[Iteration] = []
     workload = _Ended(requests)
     SimCluster([EngineSpec("engine", config, AffineCost(1))], workload, trace=iterations.append).run()
-    return tuple(
-        Step(
-            time=iteration.start,
-            scheduled=iteration.scheduled,
-            preempted=iteration.preempted,
-            cached=iteration.cached,
-            # A step that schedules nothing ends when it begins, as does the one before it: no request finishes there.
-            finished=tuple(workload.finished_at.get(iteration.end, ())) if iteration.scheduled else (),
-            free_blocks=iteration.free_blocks,
-        )
-        for iteration in iterations
-    )
+    return simulated_steps(iterations, finished=workload.finished_at)
 
 
 def vllm_tier(case: Tiered, requests: Sequence[Request]) -> tuple[Step, ...]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.fidelity.drafts import with_drafts
-from benchmarks.fidelity.random_workloads import async_case, random_case
+from benchmarks.fidelity.drafts import drawn_case, stretch
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -32,15 +31,10 @@ class Tiered:
 def random_tier(seed: int, *, ahead: bool = False, drafts: bool = False) -> tuple[Tiered, tuple[Request, ...]]:
     """The random case of a seed with a tier that is small or large, slow or quick; with `ahead` it schedules
     asynchronously, with `drafts` it has some."""
-    config, requests = async_case(seed) if ahead else random_case(seed)
-    if drafts:
-        config = with_drafts(config, seed)
+    config, requests = drawn_case(seed, ahead=ahead, drafts=drafts)
     random = Random(f"tier {seed}")
     step, per_token = random.randint(1, 50), random.randint(0, 5)
-    for request in requests:
-        request.arrival *= step
-        if request.cancel_at is not None:
-            request.cancel_at *= step
+    stretch(requests, step)
     if drafts:
         per_token = 0  # a row that the budget cuts costs the simulator as much as a whole one
     config, store, load = with_tier(config, random, step)

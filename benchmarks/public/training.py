@@ -7,7 +7,7 @@ Experts are routed as by the source's benchmark, which decides what is exchanged
 whole, as in the recipes of Megatron Bridge. MXFP8 is priced as FP8 with one scale a tensor.
 
 `RELEASE` is what one release of Megatron Bridge published in FP8, MXFP8 and bf16, but for hybrid models, whatever its
-error: `ROWS` were chosen, and these were not.
+error: `ROWS` were chosen, and these were not. `ADAPTERS` train low-rank adapters.
 
 Sources: the performance summaries of NeMo AutoModel (docs/performance-summary.mdx) and of Megatron Bridge
 (docs/performance-summary-archive.md, containers 25.09 to 26.06), and torchtitan's benchmarks
@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.public.case import CaseGroup, PublicCase
 from libra.config.recipe import Dtype, Recipe
+from libra.cost.adapters import training_bytes
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_passes import Work
@@ -57,6 +58,7 @@ class PublishedRate:
     halved: bool = False  # every second layer is computed again: the mean of the seconds with none and with all
     fitted: bool = False  # one that a constant of its price was fitted to
     dtype: Dtype = "bf16"  # of the products
+    targets: Literal["all", "attention"] | None = None  # of low-rank adapters (LoRA) of `_RANK`; None: all is trained
 
     @property
     def name(self) -> str:
@@ -105,6 +107,8 @@ _K2 = decoder(
     latent=LatentAttention(64, 1536, 512, 128, 64, 128),
     stored=_V3.stored,
 )
+_Q7, _Q32 = map(load_model, ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B"))
+_RANK = 16
 _AUTO, _BRIDGE, _TITAN = "NeMo AutoModel", "Megatron Bridge", "torchtitan"
 _H100, _A100 = GPUS["H100"], GPUS["A100"]
 
@@ -200,8 +204,33 @@ RELEASE: Sequence[PublishedRate] = (
 )
 
 
+def _adapted(model: ModelSpec, rate: float, dp: int, tp: int = 1) -> PublishedRate:
+    """AutoModel in bf16, micro-batches of two; the larger models recompute, as in its configurations."""
+    at = _layout(tp=tp, dp=dp, micro=2 * 4096)
+    if tp > 1:
+        at = replace(at, sharding="zero3", recompute="full")
+    return PublishedRate(_AUTO, model, _H100, 32, 4096, rate, at, targets="all")
+
+
+def _adapted_fp8(gpu: str, rate: float, **layout: Any) -> PublishedRate:
+    return replace(_bridge("26.06", _L70, 32, rate, 20, gpu, **layout), targets="attention")
+
+
+ADAPTERS: Sequence[PublishedRate] = (
+    _adapted(_L8, 12473, dp=1),
+    _adapted(_Q7, 14110, dp=1),
+    _adapted(_L70, 1092, tp=2, dp=4),
+    _adapted(_Q32, 2250, tp=2, dp=4),
+    _adapted(_L70, 985, tp=2, dp=8),
+    _adapted(_Q32, 2073, tp=2, dp=8),
+    _adapted_fp8("GB300", 7481, pp=2, dp=4),
+    _adapted_fp8("GB200", 6206, pp=2, dp=4),
+    _adapted_fp8("H100", 2643, tp=2, pp=4, dp=1),
+)
+
+
 def training_groups() -> list[CaseGroup]:
-    named = (("training", ROWS), ("training, all of a release", RELEASE))
+    named = (("training", ROWS), ("training, all of a release", RELEASE), ("training of adapters", ADAPTERS))
     return [CaseGroup(name, "tokens/s a GPU", [_case(row) for row in rows]) for name, rows in named]
 
 
@@ -217,8 +246,18 @@ def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
     nodes = NodeClass("node", max(1, layout.devices // size), size, row.gpu, row.gpu.link, size / 8 * _NETWORK)
     batch = Batch((float(row.length),), (float(row.batch),))
     rates = training_rates(row.gpu, row.dtype)
-    states = Recipe(batch=1, samples_per_prompt=1, max_length=1, dtype=row.dtype).training_bytes
-    work = Work(row.model, batch, states, "none", row.gpu, rates, fabric(nodes), old_policy=False)
+    rank = None if row.targets is None else _RANK
+    recipe = Recipe(
+        batch=1,
+        samples_per_prompt=1,
+        max_length=1,
+        dtype=row.dtype,
+        lora_rank=rank,
+        lora_targets=row.targets or "all",
+    )
+    work = Work(
+        row.model, batch, training_bytes(recipe, row.model), "none", row.gpu, rates, fabric(nodes), old_policy=False
+    )
     return train_step(work, layout).total
 
 

@@ -245,20 +245,27 @@ def _quantile(probability: float) -> float:
     return -math.inf if probability <= 0 else math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Stationary:
-    """`Episodes` of one stage of a drift, whatever the version that they start with."""
+class Around:
+    """`Episodes` made of other ones, with the same sizes."""
 
-    tasks: Episodes
-    stage: int
+    __slots__ = ()
+    episodes: Episodes
 
     @property
     def samples_per_prompt(self) -> int:
-        return self.tasks.samples_per_prompt
+        return self.episodes.samples_per_prompt
 
     @property
     def max_context(self) -> int:
-        return self.tasks.max_context
+        return self.episodes.max_context
+
+
+@dataclass(frozen=True, slots=True)
+class Stationary(Around):
+    """`Episodes` of one stage of a drift, whatever the version that they start with."""
+
+    episodes: Episodes
+    stage: int
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        return tuple(replace(each, policy_version=version) for each in self.tasks.group(number, self.stage))
+        return tuple(replace(each, policy_version=version) for each in self.episodes.group(number, self.stage))

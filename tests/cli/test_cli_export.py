@@ -56,6 +56,9 @@ def test_what_cannot_be_expressed_is_refused_with_the_remedy(plans: Path, tmp_pa
     anything, exported = plans / "any.json", ("export", plans / "verl.json")
     remedy = "verl cannot express that; plan again with --for verl"
     assert_refused(libra("export", anything, "--for", "verl"), "there are engines of 4 and 8 GPUs", remedy)
+    assert_refused(
+        libra(*exported, "--for", "libra"), "nothing has to be exported for libra: give the plan to libra run"
+    )
     assert_refused(libra(*exported, "--for", "verll"), "unknown framework 'verll'; did you mean verl?")
     assert_refused(libra("plan", *QUESTION, *QUICK, "--for", "verll"), "unknown framework 'verll'; did you mean verl?")
     engines = EXAMPLES / "engines.yaml"

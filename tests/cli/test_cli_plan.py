@@ -443,7 +443,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         3,
         (
             "no plan exists: no layout trains Qwen/Qwen3-14B",
-            "add nodes, or lower max_length or what the optimiser keeps",
+            "one would with offload_optimiser: true, or 4 nodes of a800 (4 GPUs train, by ",
         ),
     ),
     (

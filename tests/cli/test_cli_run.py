@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import BASE, CONFIG, LOG, PROFILE, assert_refused, changed, libra, process, write
+from calls import BASE, CONFIG, EXAMPLES, LOG, PROFILE, assert_refused, changed, libra, process, write
 from fakes.gpus import FakeGpu, fake_driver
 
 from libra.backends.devices import slot_devices
@@ -561,3 +561,41 @@ def test_placed_slots_are_on_the_gpus_that_were_named(here: Path, monkeypatch: p
         changed(cluster={"device": "cpu", "placement": [[0], [1], [2], [3, 4]], "hybrid": 0, "core": 2}),
     )
     assert_refused(libra("run", config), "cluster.placement: a replica or an engine on devices 3, 4, and a CPU slot is")
+
+
+def test_a_plan_for_a_node_of_gpus_is_what_the_run_begins_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-8B on eight H100: four share a replica, engines have the others, and all that is checked first passes."""
+    begun: list[RunConfig] = []
+
+    async def run(config: RunConfig, *_: object) -> None:
+        begun.append(config)
+        raise DiskError(here, OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.loop.run.run", run)
+    for name, value in fake_driver(here, [H100] * 8).items():
+        monkeypatch.setenv(name, value)
+    node = {"name": "h100", "count": 1, "gpus": 8, "gpu": "H100", "inter_bandwidth": "400 Gb/s"}
+    question = write(here / "node.yaml", {"nodes": [node]}), "-t", EXAMPLES / "search_agent.jsonl"
+    asked = write(here / "request.yaml", {"batch": 64, "samples_per_prompt": 8, "max_length": 40960})
+    quick = "--no-simulation", "--profile", "roofline", "-m", "Qwen/Qwen3-8B", "-r", asked
+    result = libra("plan", *question, *quick, "--for", "libra", "-o", here / "plan.json")
+    assert result.exit_code == 0, result.stderr
+    model = make_model(here, json.loads(QWEN3_8B.read_text()))["model"]
+    training = {"prompts_per_step": 8, "samples_per_prompt": 8}
+    config = write(here / "run.yaml", changed(model=model, cluster={"device": "cuda"}, training=training))
+    libra("run", config, "--plan", here / "plan.json")
+    [made] = begun
+    plan = parse_plan((here / "plan.json").read_text())
+    assert plan.layout is not None and made.training.processes == plan.layout.dp > 1
+    devices = [device.gpus for device in slot_devices(made.cluster)]
+    assert devices[0] == tuple(str(group.gpus[0]) for group in plan.placement if group.role == "train")
+    assert devices[1:] == [tuple(map(str, group.gpus)) for group in plan.placement if group.role == "generate"]
+    result = libra(
+        "run",
+        write(here / "run.yaml", changed(cluster={"device": "cuda"}, training=training)),
+        "--plan",
+        here / "plan.json",
+        "--name",
+        "other",
+    )
+    assert_refused(result, "model.directory: the plan is for Qwen/Qwen3-8B, and the configuration has none; give the")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from libra.config.frameworks import FRAMEWORKS, UNRESTRICTED, framework_named
+from libra.config.frameworks import FRAMEWORKS, OWN, UNRESTRICTED, framework_named
 from libra.config.recipe import Recipe
 from libra.hardware.parallel import SHARDING
 from libra.route.catalogue import POLICIES
@@ -28,6 +28,11 @@ def test_what_the_table_names_is_known(name: str) -> None:
 def test_no_framework_restricts_nothing() -> None:
     assert framework_named(None) is UNRESTRICTED
     assert UNRESTRICTED.restriction == FRAMEWORKS["vllm"].restriction == ""
+
+
+def test_libra_run_is_planned_for_too_and_exported_for_never() -> None:
+    assert framework_named("libra") is OWN
+    assert "libra" not in FRAMEWORKS
 
 
 def test_the_router_follows_the_framework_unless_given() -> None:

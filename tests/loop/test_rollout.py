@@ -13,6 +13,7 @@ from fakes.scripted import MERGED, AskTool, FirstInstance, MergingCodec, Unwatch
 
 from libra.backends.transport.engine_messages import Generate
 from libra.environments.protocol import Prompt, Tool, ToolError
+from libra.environments.served import EpisodeFailedError
 from libra.exec.protocols import WorkerLostError
 from libra.loop.episode import Episode
 from libra.loop.fleet import ServingFleet
@@ -151,6 +152,26 @@ def test_an_episode_is_the_tokens_that_were_sampled() -> None:
 def test_a_wrong_answer_is_an_episode_too() -> None:
     episode, _, _ = play(turn(letters("A2;")))
     assert (episode.reward, len(episode.trajectory.turns)) == (0.0, 1)
+
+
+def fails(*_: object) -> float:
+    raise ZeroDivisionError("no cases")
+
+
+@pytest.mark.parametrize(
+    ("reward", "complaint"),
+    [
+        (fails, "the reward of p raised ZeroDivisionError: no cases"),
+        (lambda *_: float("nan"), "its reward is nan: give a finite number"),
+        (lambda *_: None, "its reward is None: give a finite number"),
+    ],
+)
+def test_a_reward_that_is_none_names_itself(
+    monkeypatch: pytest.MonkeyPatch, reward: Callable[..., float], complaint: str
+) -> None:
+    monkeypatch.setattr(AskTool, "reward", reward)
+    with pytest.raises(EpisodeFailedError, match=complaint):
+        play(turn(letters("A2;")))
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -337,7 +337,7 @@ async def test_engines_that_are_lost_in_an_evaluation_are_started_again(
 
     async def bereft(*arguments: Any) -> Any:
         if next(calls) == which:
-            for entry in cast(Rollout, arguments[0])._fleet.instances():
+            for entry in cast(Rollout, arguments[0])._turns.fleet.instances():
                 runs.launcher.workers[entry.handle.name].instead[Generate] = None
         return await real(*arguments)
 

@@ -275,7 +275,13 @@ async def test_other_machines_need_a_token(host: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
-    [("", 0o600, "no token"), ("a b", 0o600, "no token"), ("tökén", 0o600, "no token"), ("abc\n", 0o644, "chmod 600")],
+    [
+        ("", 0o600, "no token"),
+        ("a b", 0o600, "no token"),
+        ("tökén", 0o600, "no token"),
+        ("abc\n", 0o644, "chmod 600"),
+        ("a" * 5000, 0o600, "fits no header"),
+    ],
 )
 def test_a_token_file_is_refused(tmp_path: Path, content: str, mode: int, says: str) -> None:
     file = tmp_path / "token"
@@ -286,6 +292,18 @@ def test_a_token_file_is_refused(tmp_path: Path, content: str, mode: int, says: 
     file.write_text("abc\n", encoding="utf-8")
     file.chmod(0o600)
     assert read_token(file) == "abc"
+
+
+def test_a_token_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("abc\n", encoding="utf-8")
+    file.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(file, 65534, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    with pytest.raises(ValueError, match=r"belongs to user \d+, who knows the token"):
+        read_token(file)
 
 
 def test_a_token_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:

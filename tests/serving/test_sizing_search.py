@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from libra.serving import ladder
 from libra.serving.answer import SizingAnswer, point_of
 from libra.serving.draws import ANSWERS, PROMPTS
 from libra.serving.engines import NoRoomError
+from libra.serving.found import Progress
 from libra.serving.holding import held_rate
 from libra.serving.ladder import Asking, highest_rate, repeated, sustained_arrivals
 from libra.serving.menu import MenuFile, ServingMenu
@@ -194,6 +196,19 @@ def test_every_rejection_has_its_reason_and_all_is_json() -> None:
     document = json.loads(json.dumps(some.document(), allow_nan=False))
     assert len(document["pareto"]) + len(document["rejected"]) == document["candidates"]
     assert document["out_by_bound"] == some.out_by_bound
+
+
+@pytest.mark.parametrize("settings", [{"gpus": 2}, {"gpus": 4, "rate": 6.0}], ids=["any rate", "a rate"])
+def test_nothing_is_due_at_the_end_and_all_that_is_tried_was_due(settings: dict[str, float]) -> None:
+    asked = question(
+        requests(np.random.default_rng(2), 40), *parse_objectives("ttft_p90=0.5,tpot_mean=0.05"), **settings
+    )
+    moments: list[Progress] = []
+    answer(asked, SMALL, progress=moments.append)
+    assert moments[-1].due == 0 and moments[-1].tried <= moments[-1].candidates
+    for before, after in pairwise(moments):
+        assert after.tried > before.tried
+        assert 0 <= after.due <= after.candidates - after.tried
 
 
 def test_more_processes_find_the_same() -> None:

@@ -228,9 +228,10 @@ def test_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (*kinds, *pairs, *ranks, *tiers):
         other = summary(compare(range(2000, 2000 + VLLM_CASES // 10), kind))
         assert other.difference is None
-        assert other.preemptions > 0 and other.hits > 0
+        assert other.counts["preemptions"] > 0 and other.counts["prefix cache hits"] > 0
     found = summary(compare(range(1000, 1000 + VLLM_CASES)))
     assert found.difference is None
     assert found.cases == VLLM_CASES
-    assert found.preemptions > VLLM_CASES and found.hits > VLLM_CASES and found.cancelled > VLLM_CASES // 2
-    assert VLLM_CASES // 4 < found.priority_cases < VLLM_CASES
+    assert found.counts["preemptions"] > VLLM_CASES and found.counts["prefix cache hits"] > VLLM_CASES
+    assert found.counts["cancelled requests"] > VLLM_CASES // 2
+    assert VLLM_CASES // 4 < found.counts["workloads with priorities"] < VLLM_CASES

@@ -119,7 +119,9 @@ class _Worker:
 
 
 def _serve(connection: Connection, begin: Callable[[], PosttrainingRun]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for the answers is interrupted, and ends this
+    # The process that waits for the answers is interrupted, and ends this one by SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     run: PosttrainingRun | None = None
     while True:
         try:

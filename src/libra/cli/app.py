@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from libra.cli import (
     calibrate,
@@ -31,7 +32,20 @@ from libra.cli import (
 from libra.cli.allocator import use_system_allocator
 from libra.config.rooms import offered
 
+
+class _Commands(TyperGroup):
+    """Ends an interrupted command with a line; Typer would end it without one."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("libra: interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Libra decides which GPUs train, which generate, and where every request goes.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.cli.options import TruncateContext
 from libra.cli.output import check_writable, tell_note, told_before, write_text
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ def compare(
     concurrency: Annotated[
         int | None, typer.Option("--concurrency", min=1, help="Most trajectories in flight on engines of a file.")
     ] = None,
-    truncate_context: Annotated[
-        bool,
-        typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
-    ] = False,
+    truncate_context: TruncateContext = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Processes that simulate (default: one for each core).")
     ] = None,

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from libra.cli.errors import bad_input, infeasible
+from libra.cli.options import TruncateContext
 from libra.cli.output import STDOUT, check_writable, reading, tell_notes, write_text
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ def plan(
             help="Host overhead added to kernel times: default (vLLM's, by layers), fast, none, or a file of a fit.",
         ),
     ] = None,
-    truncate_context: Annotated[
-        bool,
-        typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
-    ] = False,
+    truncate_context: TruncateContext = False,
     what_if: Annotated[
         list[str] | None,
         typer.Option(

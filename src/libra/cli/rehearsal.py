@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.cli.options import Exact, ResultAsJson, ResultFile, ResultPage, TraceFile, TruncateContext
 from libra.cli.output import check_writable, tell_note, told_before, write_text, writing
 from libra.config.input_file import read_input
 from libra.config.rooms import offered
@@ -57,24 +58,13 @@ def rehearse(
             help="Move KV memory of these devices between serving and rollout on demand, not as certified.",
         ),
     ] = False,
-    truncate_context: Annotated[
-        bool,
-        typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
-    ] = False,
+    truncate_context: TruncateContext = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws, and of policies that draw.")] = 0,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Simulate every iteration one by one: the same times, slower.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", help="Write the result as an HTML page to this file.")
-    ] = None,
-    timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    exact: Exact = False,
+    output: ResultFile = None,
+    report: ResultPage = None,
+    timeline: TraceFile = None,
+    as_json: ResultAsJson = False,
 ) -> None:
     """Simulate a whole run of a plan: rollout, training, publication, and their waits for each other.
 

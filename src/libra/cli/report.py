@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.cli.options import page_option
 from libra.cli.output import check_writable, tell_notes, write_text
 
 
@@ -21,13 +22,7 @@ def report(
     ] = None,
     page_port: Annotated[
         int | None,
-        typer.Option(
-            "--page",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Serve the page at this port of 127.0.0.1, and renew it during the run; 0: any free port.",
-        ),
+        page_option("the page at this port of 127.0.0.1, and renew it during the run"),
     ] = None,
 ) -> None:
     """Make the page of a run from its records, also of a run that was killed or is still running.

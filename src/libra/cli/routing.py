@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.cli.options import page_option
 from libra.cli.output import check_writable, tell_note
 
 if TYPE_CHECKING:
@@ -78,13 +79,7 @@ def route(
     ] = None,
     page_port: Annotated[
         int | None,
-        typer.Option(
-            "--page",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Serve a live page of the router at this port of 127.0.0.1; 0: any free port.",
-        ),
+        page_option("a live page of the router at this port of 127.0.0.1"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
 ) -> None:

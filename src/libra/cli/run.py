@@ -138,11 +138,13 @@ async def _until_terminated(work: Awaitable[Result]) -> Result:
     """The result of `work`, which SIGTERM cancels like Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
+    before = signal.getsignal(signal.SIGTERM)
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         return await work
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_locked(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from libra.cli.errors import bad_input, of_option, require
+from libra.cli.options import Exact, ResultAsJson, ResultFile, ResultPage, TraceFile, TruncateContext
 from libra.cli.output import check_writable, tell_note, tell_notes, write_text, writing
 from libra.report.words import printable
 
@@ -50,10 +51,7 @@ def simulate(
         float | None,
         typer.Option(help="Seconds of tool calls whose time was not recorded (default: 1, or the plan's value)."),
     ] = None,
-    truncate_context: Annotated[
-        bool,
-        typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
-    ] = False,
+    truncate_context: TruncateContext = False,
     rate_scale: Annotated[
         float | None, typer.Option(help="Multiply the rate at which requests arrive (default: 1).")
     ] = None,
@@ -67,22 +65,14 @@ def simulate(
     seed: Annotated[
         int, typer.Option(help="Random seed: for the choice of trajectories, and for policies that draw.")
     ] = 0,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Simulate every iteration one by one: the same times, slower.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")
-    ] = None,
+    exact: Exact = False,
+    output: ResultFile = None,
     requests_out: Annotated[
         Path | None, typer.Option("--requests-out", help="Write one line of JSON per request to this file.")
     ] = None,
-    timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", help="Write the result as an HTML page to this file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    timeline: TraceFile = None,
+    report: ResultPage = None,
+    as_json: ResultAsJson = False,
 ) -> None:
     """Simulate engines token by token, on this machine: a plan's on a log of trajectories, or those of a file.
 
@@ -97,7 +87,7 @@ def simulate(
     from libra.cli.simulation_input import asked
     from libra.report.live import SimulationProgress
     from libra.sim.of_plan import teach
-    from libra.sim.simulate import simulate as run
+    from libra.sim.simulate import simulate_deployment as run
     from libra.trajectory import read_trajectories
 
     options = {
@@ -123,19 +113,7 @@ def simulate(
             teach(policy, read_trajectories(learn_from, tell_note))
         limit = deployment.time_limit if time_limit is None else time_limit
         with SimulationProgress(sys.stderr, requests=work.workload.describe()["requests"]) as progress:
-            result = run(
-                deployment.engines,
-                work.workload,
-                policy,
-                limits=deployment.limits,
-                turn_tokens=deployment.turn_tokens,
-                updates=deployment.updates,
-                kv_transfer=deployment.kv_transfer,
-                decode_route=deployment.decode_policy(seed),
-                time_limit=limit,
-                exact=exact,
-                progress=progress,
-            )
+            result = run(deployment, work.workload, policy, seed=seed, time_limit=limit, exact=exact, progress=progress)
         text = _document(result, replace(deployment, time_limit=limit), seed, work.forecast)
         _write(result, text, output, requests_out, timeline, report, what.name)
     except KeyboardInterrupt:

@@ -139,6 +139,10 @@ class LendingKeys(Protocol):
         """Number of lent devices."""
         ...
 
+    def require_shorter(self, longest: int) -> None:
+        """Raise ValueError unless lent engines hold fewer tokens than the `longest` context of a run."""
+        ...
+
     def beside(self, folder: Path) -> Self:
         """The section with the files that it names, relative to `folder`, the configuration's."""
         ...
@@ -242,13 +246,7 @@ class RunConfig(Section):
         if LENT in self.engines:
             raise ValueError(f"engines.{LENT} is the name of engines on lent devices: choose another")
         if self.lending is not None:
-            holds = min(self.lending.engine.max_model_len, self.lending.engine.kv_tokens)
-            longest = max(shape.max_model_len for shape in self.engines.values())
-            if holds >= longest:
-                raise ValueError(
-                    f"lending.engine holds {holds} tokens: give fewer than {longest}, so that engines of your own serve"
-                    " the longest contexts while nothing is lent"
-                )
+            self.lending.require_shorter(max(shape.max_model_len for shape in self.engines.values()))
         return self
 
     @model_validator(mode="after")

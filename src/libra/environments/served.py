@@ -6,11 +6,12 @@ Invariant: such a task sees a chat API, and no tokens, engines or devices. All t
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from libra.config.run import ConfigError
 from libra.environments.protocol import Prompt
@@ -22,6 +23,13 @@ T = TypeVar("T")
 
 class EpisodeFailedError(RuntimeError):
     """An episode that has no reward, for a reason that is not the model's."""
+
+
+def as_reward(value: object) -> float:
+    """The reward that an environment has given. Raises `EpisodeFailedError` if it is no finite number."""
+    if not isinstance(value, SupportsFloat) or not math.isfinite(reward := float(value)):
+        raise EpisodeFailedError(f"its reward is {value!r:.80}: give a finite number")
+    return reward
 
 
 @dataclass(frozen=True, slots=True)

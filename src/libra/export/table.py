@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from libra.config.frameworks import framework_named
+from libra.config.frameworks import OWN, framework_named
 from libra.config.yaml_file import unknown
 from libra.export import areal, nemo_rl, prime_rl, skyrl, slime, trl, verl, vllm
 from libra.export.header import header
@@ -80,9 +80,11 @@ def launch_format(launcher: str) -> Format:
 
 
 def export(plan: Plan, name: str) -> Exported:
-    """The plan for the framework of this name. Raises ValueError for an unknown name and `ExportError` for a plan that
-    the framework cannot express."""
+    """The plan for the framework of this name. Raises ValueError for a name that has no export, and `ExportError` for a
+    plan that the framework cannot express."""
     framework = framework_named(name)
+    if framework is OWN:
+        raise ValueError("nothing has to be exported for libra: give the plan to libra run --plan")
     emitter = EMITTERS[framework.name]
     split = split_of(plan, framework)
     return Exported(split, emitter.format, header(split, emitter.written) + emitter.emit(split))

@@ -1,5 +1,6 @@
-"""KV cache groups: layers of a model that share a block table, as in vLLM's `KVCacheGroupSpec`. ¶ Invariant: all groups
-of an engine take their blocks from one pool, so a block has the same bytes in each of them.
+"""KV cache groups: layers of a model that share a block table, as in vLLM's `KVCacheGroupSpec`.
+
+Invariant: all groups of an engine take their blocks from one pool, so a block has the same bytes in each of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Storage of the matrices of a model's layers: the type of their numbers, and the matrices that keep 16 bits. ¶
+"""Storage of the matrices of a model's layers: the type of their numbers, and the matrices that keep 16 bits.
+
 Invariant: a format covers every matrix of every layer; embeddings, the output head, norms and routers have 16 bits in
 every format. Scales of groups count; scales of whole matrices, channels or square blocks are too few to count.
 """

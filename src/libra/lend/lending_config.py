@@ -82,6 +82,14 @@ class LendingConfig(Section):
             )
         return self
 
+    def require_shorter(self, longest: int) -> None:
+        holds = min(self.engine.max_model_len, self.engine.kv_tokens)
+        if holds >= longest:
+            raise ValueError(
+                f"lending.engine holds {holds} tokens: give fewer than {longest}, so that engines of your own serve the"
+                " longest contexts while nothing is lent"
+            )
+
     def beside(self, folder: Path) -> Self:
         server = self.server
         if server is not None:

@@ -1,5 +1,6 @@
-"""Lengths of a gateway's trajectories, for a planner. ¶ Invariant: a finished trajectory counts in full; one that its
-client never finished is a lower bound.
+"""Lengths of a gateway's trajectories, for a planner.
+
+Invariant: a finished trajectory counts in full; one that its client never finished is a lower bound.
 """
 
 from __future__ import annotations

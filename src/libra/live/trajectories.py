@@ -1,7 +1,8 @@
-"""The trajectories of the turns that pass through. ¶ Invariant: the policy learns of a trajectory exactly what happened
-to it. A turn counts once it has been answered, and a tool return is reported once, with the first turn placed after it.
-Lengths are tokens, times are seconds: of the event loop's clock, but for the start of a trajectory, which is wall-clock
-time.
+"""The trajectories of the turns that pass through.
+
+Invariant: the policy learns of a trajectory exactly what happened to it. A turn counts once it has been answered, and a
+tool return is reported once, with the first turn placed after it. Lengths are tokens, times are seconds: of the event
+loop's clock, but for the start of a trajectory, which is wall-clock time.
 """
 
 from __future__ import annotations

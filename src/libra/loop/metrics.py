@@ -1,6 +1,7 @@
-"""A run's numbers, counted during the run and exported to Prometheus. ¶ Invariant: the run also writes every number
-into its records, some only when the step ends. A scrape changes nothing. Numbers only grow, except those of the last
-step.
+"""A run's numbers, counted during the run and exported to Prometheus.
+
+Invariant: the run also writes every number into its records, some only when the step ends. A scrape changes nothing.
+Numbers only grow, except those of the last step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Predictions compared with measurements: periods of equal allocation, and the decisions between them. ¶ Invariant: a
-prediction is made before its steps. A period in which a worker changed role is marked and ends with the change, so
-every other period, a settled one, measures one allocation. Prices learn only from settled periods.
+"""Predictions compared with measurements: periods of equal allocation, and the decisions between them.
+
+Invariant: a prediction is made before its steps. A period in which a worker changed role is marked and ends with the
+change, so every other period, a settled one, measures one allocation. Prices learn only from settled periods.
 """
 
 from __future__ import annotations

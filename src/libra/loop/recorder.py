@@ -1,5 +1,7 @@
-"""The run directory: all records of a run, written while it runs. ¶ Invariant: a record is a complete line of its own;
-a run that ends at any point leaves readable files. A full disk is a `DiskError` that names the file.
+"""The run directory: all records of a run, written while it runs.
+
+Invariant: a record is a complete line of its own; a run that ends at any point leaves readable files. A full disk is a
+`DiskError` that names the file.
 """
 
 from __future__ import annotations

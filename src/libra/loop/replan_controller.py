@@ -1,6 +1,7 @@
-"""Decides when to plan again, and has the plan carried out during the steps. ¶ Invariant: a decision is made from this
-run's measurements, for the present workers, and carried out during the steps; one at a time. After a loss, a new plan
-is made as soon as no move is in progress.
+"""Decides when to plan again, and has the plan carried out during the steps.
+
+Invariant: a decision is made from this run's measurements, for the present workers, and carried out during the steps;
+one at a time. After a loss, a new plan is made as soon as no move is in progress.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from libra.backends.protocols import Trainer
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
+from libra.environments.served import EpisodeFailedError, as_reward
 from libra.loop.episode import Episode, EpisodeMaker
 from libra.loop.fleet import ServingFleet
 from libra.loop.running_turn import Draft
@@ -113,7 +114,15 @@ class Rollout:
 
     def _finish(self, draft: Draft, turn: list[int], text: str) -> Episode:
         draft.turns.append(Turn(len(turn), None, None, 0))
-        return self._turns.finish(draft, self._environment.reward(draft.prompt, text))
+        return self._turns.finish(draft, self._reward(draft.prompt, text))
+
+    def _reward(self, prompt: Prompt, text: str) -> float:
+        try:
+            given = self._environment.reward(prompt, text)
+        except Exception as error:
+            where = f"environment {self._environment.name}: the reward of {prompt.id}"
+            raise EpisodeFailedError(f"{where} raised {type(error).__name__}: {error}") from error
+        return as_reward(given)
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:

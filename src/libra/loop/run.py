@@ -1,5 +1,6 @@
-"""`libra run`: start all workers, warm up, measure, post-train, evaluate, and end all workers. ¶ Invariant: whatever
-ends a run (its last step, an error, Ctrl-C), its workers are gone and its files are readable.
+"""`libra run`: start all workers, warm up, measure, post-train, evaluate, and end all workers.
+
+Invariant: whatever ends a run (its last step, an error, Ctrl-C), its workers are gone and its files are readable.
 """
 
 from __future__ import annotations

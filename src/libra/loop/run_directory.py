@@ -1,4 +1,5 @@
-"""The directory of a run: its lock, the checks whether a run can start or resume in it, and its `config.json`. ¶
+"""The directory of a run: its lock, the checks whether a run can start or resume in it, and its `config.json`.
+
 Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when the
 process ends, however it ends.
 """

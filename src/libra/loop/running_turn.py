@@ -1,8 +1,9 @@
-"""One turn of an episode, on one engine or several in sequence. ¶ Invariant: whatever ends an engine's part in a turn
-(loss, a stop, a move to a longer bucket), the next engine continues after the last token that arrived. So one engine
-makes each token, and none that arrived is lost. The policy gets the tool return before the turn once, and the turn
-itself as in a simulation: a turn that is placed again starts with its present tokens; one that moves because it
-exceeded its bucket counts as placed once.
+"""One turn of an episode, on one engine or several in sequence.
+
+Invariant: whatever ends an engine's part in a turn (loss, a stop, a move to a longer bucket), the next engine continues
+after the last token that arrived. So one engine makes each token, and none that arrived is lost. The policy gets the
+tool return before the turn once, and the turn itself as in a simulation: a turn that is placed again starts with its
+present tokens; one that moves because it exceeded its bucket counts as placed once.
 """
 
 from __future__ import annotations

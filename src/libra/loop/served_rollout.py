@@ -7,12 +7,11 @@ gives none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from libra.backends.chat_format import ChatFormat
 from libra.environments.protocol import Prompt
-from libra.environments.served import EpisodeFailedError, Seat, ServedEnvironment
+from libra.environments.served import EpisodeFailedError, Seat, ServedEnvironment, as_reward
 from libra.loop.conversation import Conversation
 from libra.loop.episode import Episode
 from libra.loop.episode_server import EpisodeServer
@@ -80,13 +79,11 @@ class ServedRollout:
 
     async def _reward(self, prompt: Prompt, seat: Seat, conversation: Conversation) -> float:
         try:
-            reward = await self._environment.play(prompt, seat)
+            given = await self._environment.play(prompt, seat)
         except Exception as error:
             if conversation.broken is not None:
                 raise conversation.broken from None
             if conversation.outgrown:
                 return 0.0
             raise EpisodeFailedError(f"{type(error).__name__}: {error}") from error
-        if not math.isfinite(reward):
-            raise EpisodeFailedError(f"its reward is {reward}: give a number")
-        return float(reward)
+        return as_reward(given)

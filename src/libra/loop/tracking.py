@@ -1,6 +1,7 @@
-"""A run's numbers for the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow. ¶ Invariant: a
-tracker never ends a run. One that fails is named once and gets nothing more; the run's own records are complete without
-it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
+"""A run's numbers for the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow.
+
+Invariant: a tracker never ends a run. One that fails is named once and gets nothing more; the run's own records are
+complete without it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
 """
 
 from __future__ import annotations

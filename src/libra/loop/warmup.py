@@ -1,6 +1,7 @@
-"""The supervised start: a policy that acts, imperfectly, trained on demonstrations. ¶ Invariant: the warm model depends
-only on its configuration, the environment and the seed, so it can be cached and reused: three runs that differ in their
-learning rate start from the same weights.
+"""The supervised start: a policy that acts, imperfectly, trained on demonstrations.
+
+Invariant: the warm model depends only on its configuration, the environment and the seed, so it can be cached and
+reused: three runs that differ in their learning rate start from the same weights.
 """
 
 from __future__ import annotations

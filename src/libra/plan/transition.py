@@ -1,7 +1,9 @@
-"""The difference between two allocations, as moves, which the plan prices and the executor carries out. ¶ Invariant: on
-one machine every device takes at most one new duty, except one that temporarily replaces another, and the run can
-continue after each move (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays in its
-place is touched."""
+"""The difference between two allocations, as moves, which the plan prices and the executor carries out.
+
+Invariant: on one machine every device takes at most one new duty, except one that temporarily replaces another, and the
+run can continue after each move (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays
+in its place is touched.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A router at one moment, for its page. ¶ Invariant: only values, so another process can make the page. Times of day
-are texts; other times are seconds."""
+"""A router at one moment, for its page.
+
+Invariant: only values, so another process can make the page. Times of day are texts; other times are seconds.
+"""
 
 from __future__ import annotations
 

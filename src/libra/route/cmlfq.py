@@ -1,6 +1,9 @@
 """C-MLFQ by expected cost: a turn goes to the instance with the least expected cost of serving the rest of its
-trajectory. ¶ Invariant: no turn is placed on an instance that cannot hold its context and one more turn. No turn leaves
-the instance that holds its prefix unless it has outgrown it or the expected saving exceeds the price of the move."""
+trajectory.
+
+Invariant: no turn is placed on an instance that cannot hold its context and one more turn. No turn leaves the instance
+that holds its prefix unless it has outgrown it or the expected saving exceeds the price of the move.
+"""
 
 from __future__ import annotations
 

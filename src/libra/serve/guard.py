@@ -26,6 +26,7 @@ _OPEN_PATH = "/health"  # needs no token: it says no more than that the listener
 _HOSTS = 64  # headers whose meaning is remembered
 _JSON = "application/json"
 _READS = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
+_LONGEST_TOKEN = 4096  # characters: a header line has at most 8 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +84,19 @@ def read_token(path: Path) -> str:
     """Read a bearer token from a file that only its owner can read. Raises ValueError."""
     try:
         with open_input(path) as file:
-            token, mode = file.read().decode().strip(), os.fstat(file.fileno()).st_mode
+            token, its = file.read().decode().strip(), os.fstat(file.fileno())
     except (OSError, UnicodeError):
         raise ValueError(
             f"{path}: the token cannot be read; give a regular file with one line of printable ASCII"
         ) from None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"{path}: holds no token: one line of printable ASCII without spaces, which is not shown here")
-    if mode & 0o077:
+    if len(token) > _LONGEST_TOKEN:
+        raise ValueError(f"{path}: a token of {len(token)} characters fits no header; give at most {_LONGEST_TOKEN}")
+    if its.st_mode & 0o077:
         raise ValueError(f"{path}: other users may read the token; chmod 600 {path}")
+    if its.st_uid not in (0, os.geteuid()):
+        raise ValueError(f"{path}: belongs to user {its.st_uid}, who knows the token; give a file of your own")
     return token
 
 

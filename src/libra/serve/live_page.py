@@ -1,6 +1,8 @@
-"""A page in a browser that renews itself: the common part of the pages of a run and of a router. ¶ Invariant: a
-low-priority process of its own makes the page. A browser fetches it when there is a newer one, and keeps its scroll
-position."""
+"""A page in a browser that renews itself: the common part of the pages of a run and of a router.
+
+Invariant: a low-priority process of its own makes the page. A browser fetches it when there is a newer one, and keeps
+its scroll position.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The page of a run in a browser, during the run and after its end. ¶ Invariant: it is the page of `libra report`, made
-from the run's records, so the run is not affected. One page is made at a time."""
+"""The page of a run in a browser, during the run and after its end.
+
+Invariant: it is the page of `libra report`, made from the run's records, so the run is not affected. One page is made
+at a time.
+"""
 
 from __future__ import annotations
 

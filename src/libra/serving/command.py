@@ -170,7 +170,7 @@ def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnsw
         def tell(moment: Progress) -> None:
             best = "" if moment.best is None else f"; best: {moment.best.candidate}"
             done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
-            shown.tell(done + shown.left(moment.out + moment.simulated, moment.candidates) + best)
+            shown.tell(done + shown.left(moment.tried, moment.tried + moment.due) + best)
 
         return answer(question, menu, jobs=jobs, progress=tell)
 

@@ -1,5 +1,8 @@
-"""The engines of a candidate, for the simulator. ¶ Invariant: memory and times are those of the cost model. The only
-assumptions are the candidate's settings, vLLM's defaults, and that KV is sent over the network between nodes."""
+"""The engines of a candidate, for the simulator.
+
+Invariant: memory and times are those of the cost model. The only assumptions are the candidate's settings, vLLM's
+defaults, and that KV is sent over the network between nodes.
+"""
 
 from __future__ import annotations
 

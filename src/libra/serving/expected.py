@@ -61,4 +61,5 @@ class Expectations:
 
 def _kind(pool: EnginePool) -> tuple[object, ...]:
     shape = pool.shape
-    return shape.nodes, shape.tensor_parallel_size, shape.pipeline_parallel_size, shape.parallel, shape.drafts
+    size = shape.tensor_parallel_size, shape.pipeline_parallel_size, shape.parallel
+    return shape.nodes, *size, shape.drafts

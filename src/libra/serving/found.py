@@ -22,6 +22,7 @@ from libra.serving.verdict import Rival, tenths
 
 _WAVE = 4  # candidates that are simulated before the rest is checked again
 _NEXT = 4  # candidates considered for the next best
+_PROMISING = 0.3  # share of what the best point promised, down to which candidates are often simulated
 _SURE = 0.75  # share of the expected rate that a candidate serves in short runs, if it is as expected
 
 
@@ -31,6 +32,8 @@ class Progress:
     out: int  # by bound, or dominated
     simulated: int
     best: Point | None
+    tried: int  # those that were simulated as a whole
+    due: int  # those of the others that probably will be
 
 
 class Found:
@@ -52,11 +55,14 @@ class Found:
         self.front: list[Point] = []
         self.rivals: dict[ServingCandidate, Point | None] = {}  # the point of the highest value that is no slower
         self.expectations = Expectations()
+        self._tenths: dict[ServingCandidate, tuple[int, int]] = {}
+        self._left: list[ServingCandidate] = []
+        self._tried = 0
 
     def waves(self) -> Iterator[list[Asking]]:
         """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds."""
         question = self.question
-        left = []
+        left = self._left
         for candidate, bound in self.bounded.items():
             wanted = question.rate
             if bound.rate < (wanted or rate_of(LOWEST)):
@@ -77,7 +83,7 @@ class Found:
                     later.append(candidate)  # what is learned of the other one says where to begin
                 elif not self._is_out(candidate):
                     wave.append(self._asking(candidate))
-            left += later
+            left.extend(later)
             if wave:
                 yield wave
 
@@ -86,24 +92,42 @@ class Found:
         their cost and for what is left of the limits."""
         if self.question.rate is not None:
             return sum(self._idle(candidate)), -self._promised(candidate)
+        return -self._room(candidate) * self._hoped(candidate), sum(self._idle(candidate))
+
+    def _room(self, candidate: ServingCandidate) -> float:
+        """Share of the limits that idle engines leave."""
+        return prod(1 - it / 10 for it in self._idle(candidate))
+
+    def _hoped(self, candidate: ServingCandidate) -> float:
+        """Requests/s per cost that are expected, or at most the bound."""
+        if self.question.rate is not None:
+            return self._promised(candidate)
         bound = self.bounded[candidate].rate
-        most = min(bound, self.pools.about(candidate, bound))
-        expected = self.expectations.of(candidate, most)
-        rate = most if expected is None else expected.rate
-        left = prod(1 - it / 10 for it in self._idle(candidate))
-        return -left * rate / self.question.cost(candidate), sum(self._idle(candidate))
+        expected = self.expectations.of(candidate, min(bound, self.pools.about(candidate, bound)))
+        return (bound if expected is None else expected.rate) / self.question.cost(candidate)
+
+    def _due(self) -> int:
+        """The number of candidates left that will probably be simulated: without a given rate, those that promise not
+        much less than the points do; otherwise those that no point beats as far as bounds tell."""
+        if self.question.rate is None:
+            best = max((self._room(it.candidate) * it.value for it in self.front), default=0.0)
+            return sum(self._room(it) * self._hoped(it) >= _PROMISING * best for it in self._left)
+        rivals = ((it, rival(self._idle(it), self.front)) for it in self._left)
+        return sum(better is None or better.value <= self._promised(it) for it, better in rivals)
 
     def _asking(self, candidate: ServingCandidate) -> Asking:
-        better, expected, cost = self.rivals[candidate], self._expected(candidate), self.question.cost(candidate)
+        better, cost, most = self.rivals[candidate], self.question.cost(candidate), self._most(candidate)
         least = 0.0 if better is None else better.value * cost
+        if self.question.rate is not None:
+            return Asking(candidate, most, least)
         rivals = tuple(Rival(str(it.candidate), it.value * cost, it.tenths) for it in self.front)
+        expected = self._expected(candidate)
         if expected is None:
-            return Asking(candidate, self._most(candidate), least, rivals=rivals)
-        known = expected.rate, expected.hardest, expected.sure
-        return Asking(candidate, self._most(candidate), least, *known, rivals)
+            return Asking(candidate, most, least, rivals=rivals)
+        return Asking(candidate, most, least, expected.rate, expected.hardest, expected.sure, rivals)
 
     def _expected(self, candidate: ServingCandidate) -> Expectation | None:
-        return None if self.question.rate is not None else self.expectations.of(candidate, self._most(candidate))
+        return self.expectations.of(candidate, self._most(candidate))
 
     def _is_out(self, candidate: ServingCandidate) -> bool:
         """Reject the candidate if a bound, or one of its pools, shows that it is no better than a point found; return
@@ -114,8 +138,9 @@ class Found:
             self._reject(candidate, "bound", f"cannot be better in any respect than {proven.candidate}")
             return True
         better = self._better(candidate, rival(self._idle(candidate), self.front))
-        if candidate not in self.reasons and (sure := self._surely(candidate, better)) is not None:
-            better = self._better(candidate, sure)
+        if question.rate is None and candidate not in self.reasons:
+            sure = self._surely(candidate, better)
+            better = better if sure is None else self._better(candidate, sure)
         self.rivals[candidate] = better
         return candidate in self.reasons
 
@@ -176,7 +201,9 @@ class Found:
         return True
 
     def _idle(self, candidate: ServingCandidate) -> tuple[int, int]:
-        return tenths(self.question, *self.bounds.idle(candidate))
+        if candidate not in self._tenths:
+            self._tenths[candidate] = tenths(self.question, *self.bounds.idle(candidate))
+        return self._tenths[candidate]
 
     def _most(self, candidate: ServingCandidate) -> float:
         """Upper bound on the candidate's requests/s; without a given rate, also by its prefill engines alone."""
@@ -187,6 +214,7 @@ class Found:
         for asking, held in simulated:
             candidate = asking.candidate
             self.runs += held.runs
+            self._tried += 1
             point = point_of(self.question, candidate, self.bounded[candidate].rate, held)
             better = self.rivals[candidate]
             if held.rate and self.question.rate is None:
@@ -204,7 +232,8 @@ class Found:
         if self.progress is not None:
             simulated_now = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
             out = len(self.reasons) + len(self.points) - simulated_now
-            self.progress(Progress(len(self.bounded), out, simulated_now, self.front[0] if self.front else None))
+            best = self.front[0] if self.front else None
+            self.progress(Progress(len(self.bounded), out, simulated_now, best, self._tried, self._due()))
 
     def answer(self, candidates: Sequence[ServingCandidate]) -> SizingAnswer:
         front, beaten = pareto(self.points)

@@ -1,5 +1,7 @@
-"""The menu: the settings of candidates. ¶ Invariant: a menu file is valid, or is refused in one line that names the
-key. Candidates have a fixed order, each once."""
+"""The menu: the settings of candidates.
+
+Invariant: a menu file is valid, or is refused in one line that names the key. Candidates have a fixed order, each once.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Search for deployments that serve requests within objectives: candidates within the bounds are simulated. ¶
+"""Search for deployments that serve requests within objectives: candidates within the bounds are simulated.
+
 Invariant: the answer depends only on the question and the menu, not on the number of processes. Under the assumptions
-of `pools` and `idle`, simulating all candidates would give the same Pareto set."""
+of `pools` and `idle`, simulating all candidates would give the same Pareto set.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ than those of a rival in any case.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -44,10 +45,16 @@ def took(request: Request, metric: Metric) -> float | None:
     if request.status != "finished" or request.first_token is None or request.finish is None:
         return inf
     if metric == "ttft":
-        return (request.first_token - request.arrival) / TICKS
+        return took_first(request)
     if metric == "latency":
         return (request.finish - request.arrival) / TICKS
     return (request.finish - request.first_token) / (request.generated - 1) / TICKS
+
+
+def took_first(request: Request) -> float:
+    """Seconds to the first token, which a request has."""
+    assert request.first_token is not None
+    return (request.first_token - request.arrival) / TICKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,10 @@ class SlowerError(Exception):
 
 class Watched:
     """A workload that stops the simulation once it is certain that an objective is missed, or that it is no faster than
-    one of `rivals`."""
+    one of `rivals`.
+
+    A request that has waited longer than a limit of the TTFT counts as a miss before it ends.
+    """
 
     def __init__(
         self,
@@ -86,55 +96,74 @@ class Watched:
     ) -> None:
         self._workload, self._rivals = workload, rivals
         several = sum(it.output_tokens > 1 for it in records)
-        counts = {it: several if it.metric == "tpot" else len(records) for it in question.objectives}
+        objectives = question.objectives
+        counts = {it: several if it.metric == "tpot" else len(records) for it in objectives}
         # The rest of the allowance: requests that may still miss it, or for a mean the seconds left for all together.
         self._left = {it: it.allowed(count) for it, count in counts.items()}
         self._seconds = {it: it.limit * count for it, count in counts.items()}
-        shown = (statistic(question, metric) for metric in SHOWN)
-        self._least = [_LeastTenth(it, counts[it]) if it in counts else None for it in shown] if rivals else []
+        self._first = [it for it in objectives if it.metric == "ttft"]
+        self._last = [it for it in objectives if it.metric != "ttft"]
+        limits = [0 if self._left[it] is None else it.limit for it in self._first]
+        self._patience = inf if 0 in limits else max(limits, default=0.0) * TICKS
+        self._waiting: deque[Request] = deque()  # requests whose TTFT was not looked at, in the order of their arrival
+        shown = [statistic(question, metric) for metric in SHOWN] if rivals else []
+        self._least = {it: _LeastTenth(it, counts[it]) for it in shown if it in counts}
+        self._shown = shown
 
     def start(self) -> Iterator[Request]:
-        return self._workload.start()
+        for request in self._workload.start():
+            self._waiting.append(request)
+            yield request
 
     def describe(self) -> dict[str, object]:
         return self._workload.describe()
 
     def finished(self, request: Request, now: int) -> None:
-        for objective, left in self._left.items():
-            seconds = took(request, objective.metric)
-            if seconds is None:
-                continue
-            if left is None:
-                self._seconds[objective] -= seconds
-                if self._seconds[objective] < 0:
-                    raise MissedError(objective)
-            elif seconds > objective.limit:
-                if not left:
-                    raise MissedError(objective)
-                self._left[objective] = left - 1
-        if any([it.rises(request) for it in self._least if it is not None]):
-            least = [0 if it is None else it.tenth for it in self._least]
+        rises = False
+        for objective in self._last:
+            rises |= self._take(objective, took(request, objective.metric))
+        waiting = self._waiting
+        while waiting and (waiting[0].finish is not None or waiting[0].arrival + self._patience < now):
+            first = waiting.popleft()
+            for objective in self._first:
+                rises |= self._take(objective, inf if first.first_token is None else took_first(first))
+        if rises:
+            least = [self._least[it].tenth if it in self._least else 0 for it in self._shown]
             for rival in self._rivals:
                 if all(one <= other for one, other in zip(rival.tenths, least, strict=True)):
                     raise SlowerError(rival)
 
+    def _take(self, objective: Objective, seconds: float | None) -> bool:
+        """Take the seconds of one request into account; return whether its statistic has more tenths than before."""
+        if seconds is None:
+            return False
+        left = self._left[objective]
+        if left is None:
+            self._seconds[objective] -= seconds
+            if self._seconds[objective] < 0:
+                raise MissedError(objective)
+        elif seconds > objective.limit:
+            if not left:
+                raise MissedError(objective)
+            self._left[objective] = left - 1
+        least = self._least.get(objective)
+        return least is not None and least.rises(seconds)
+
 
 class _LeastTenth:
-    """Tenths of its limit that a statistic has at least, by the requests that have finished so far."""
+    """Tenths of its limit that a statistic has at least, by the requests that are known so far."""
 
     def __init__(self, objective: Objective, requests: int) -> None:
         self._objective, self._requests = objective, requests
         self._allowed = objective.allowed(requests)
-        self._above = [0] * 11  # finished requests, by their tenths
+        self._above = [0] * 11  # known requests, by their tenths
         self._beyond = 0  # those above `tenth`
         self._seconds = 0.0
         self.tenth = 0
 
-    def rises(self, request: Request) -> bool:
-        """Take a finished request into account; return whether `tenth` has become more."""
-        seconds, before = took(request, self._objective.metric), self.tenth
-        if seconds is None:
-            return False
+    def rises(self, seconds: float) -> bool:
+        """Take the seconds of a request into account; return whether `tenth` has become more."""
+        before = self.tenth
         if self._allowed is None:
             self._seconds += seconds
             self.tenth = max(before, _tenth(self._seconds / self._requests, self._objective))

@@ -1,5 +1,7 @@
-"""Engines with attention and FFN on different ranks, from an engines file. ¶ Invariant: an engine that cannot run is
-refused in a line that begins with the key."""
+"""Engines with attention and FFN on different ranks, from an engines file.
+
+Invariant: an engine that cannot run is refused in a line that begins with the key.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""KV cache groups of an engine in a file: given ones, or those that vLLM forms from its model's layers. ¶ Invariant: a
-model whose layers all read the whole context has no groups, and uses the simulator's own blocks."""
+"""KV cache groups of an engine in a file: given ones, or those that vLLM forms from its model's layers.
+
+Invariant: a model whose layers all read the whole context has no groups, and uses the simulator's own blocks.
+"""
 
 from __future__ import annotations
 

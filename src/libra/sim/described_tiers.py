@@ -1,5 +1,7 @@
-"""KV tiers in files, of one engine or of the engines on a menu. ¶ Invariant: an impossible tier is refused in a line
-that begins with the key."""
+"""KV tiers in files, of one engine or of the engines on a menu.
+
+Invariant: an impossible tier is refused in a line that begins with the key.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Engines described in a YAML file. ¶ Invariant: a file describes a deployment that can be simulated, or is refused in
-one line that names the key and the remedy. Lengths are tokens, times are seconds. Keys have vLLM's names where it has
-them."""
+"""Engines described in a YAML file.
+
+Invariant: a file describes a deployment that can be simulated, or is refused in one line that names the key and the
+remedy. Lengths are tokens, times are seconds. Keys have vLLM's names where it has them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Data-parallel ranks with expert parallelism, from an engines file. ¶ Invariant: ranks that cannot run are refused in
-a line that begins with the key."""
+"""Data-parallel ranks with expert parallelism, from an engines file.
+
+Invariant: ranks that cannot run are refused in a line that begins with the key.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Views of engines for routing policies. ¶ Invariant: a policy always sees the present state. A policy that keeps
-engines ordered by load is notified of changed loads, or told that it cannot be (`watch`)."""
+"""Views of engines for routing policies.
+
+Invariant: a policy always sees the present state. A policy that keeps engines ordered by load is notified of changed
+loads, or told that it cannot be (`watch`).
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from libra.sim.deployment import DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import COLOCATED, EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines, planned_network
-from libra.sim.simulate import Elapsed, simulate
+from libra.sim.simulate import Elapsed, simulate_deployment
 from libra.sim.training_run.borrowed import BorrowedDevices
 from libra.sim.training_run.episodes import Resampled
 from libra.sim.training_run.loop import PosttrainingRun
@@ -78,18 +78,8 @@ def simulate_plan(
     )
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
-    return simulate(
-        deployment.engines,
-        workload,
-        policy,
-        limits=deployment.limits,
-        turn_tokens=deployment.turn_tokens,
-        updates=deployment.updates,
-        kv_transfer=deployment.kv_transfer,
-        decode_route=deployment.decode_policy(seed),
-        time_limit=time_limit,
-        exact=exact,
-        progress=progress,
+    return simulate_deployment(
+        deployment, workload, policy, seed=seed, time_limit=time_limit, exact=exact, progress=progress
     )
 
 

@@ -1,5 +1,8 @@
-"""The engines of a plan, for the simulator. ¶ Invariant: memory, times, `max_num_seqs` and places are those that the
-planner priced and chose; nothing is assumed twice."""
+"""The engines of a plan, for the simulator.
+
+Invariant: memory, times, `max_num_seqs` and places are those that the planner priced and chose; nothing is assumed
+twice.
+"""
 
 from __future__ import annotations
 

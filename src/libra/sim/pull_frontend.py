@@ -1,7 +1,9 @@
-"""Front end for pulled KV: the decode engine pulls the KV of a computed prompt. ¶ Invariant: a request is on one engine
-at a time. Its KV stays on the prefill engine until the decode engine has read it, or its lease ends. As with vLLM's
-NIXL connector in pull mode, the first engine generates one token, and the second one computes the last token of the
-prompt again."""
+"""Front end for pulled KV: the decode engine pulls the KV of a computed prompt.
+
+Invariant: a request is on one engine at a time. Its KV stays on the prefill engine until the decode engine has read it,
+or its lease ends. As with vLLM's NIXL connector in pull mode, the first engine generates one token, and the second one
+computes the last token of the prompt again.
+"""
 
 from __future__ import annotations
 

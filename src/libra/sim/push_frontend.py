@@ -1,7 +1,9 @@
-"""Front end for pushed KV: the prefill engine pushes KV into blocks reserved by the decode engine. ¶ Invariant: a
-request is on its decode engine from its arrival, and its prompt is computed once blocks for its KV are reserved there.
-The KV arrives with the first token, so `n` tokens take `n - 1` iterations. The order of events is SGLang's. The sender
-knows when its receiver is gone, so there are no leases."""
+"""Front end for pushed KV: the prefill engine pushes KV into blocks reserved by the decode engine.
+
+Invariant: a request is on its decode engine from its arrival, and its prompt is computed once blocks for its KV are
+reserved there. The KV arrives with the first token, so `n` tokens take `n - 1` iterations. The order of events is
+SGLang's. The sender knows when its receiver is gone, so there are no leases.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from libra.route.custom import load_policy
 from libra.route.policy import Policy
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
-from libra.sim.deployment import WeightUpdate, check_buckets
+from libra.sim.deployment import Deployment, WeightUpdate, check_buckets
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.kv_network import KVNetwork
@@ -75,6 +75,33 @@ def simulate(
     lookout.cluster = cluster
     cluster.run()
     return result_of(cluster, watcher)
+
+
+def simulate_deployment(
+    deployment: Deployment,
+    workload: Workload,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    time_limit: float | None = None,
+    exact: bool = False,
+    progress: Callable[[Elapsed], None] | None = None,
+) -> SimulationResult:
+    """Simulate a workload on the engines, buckets, weight updates and network of a deployment. Policy and limit of time
+    are not the deployment's but those that are given; the other arguments are those of `simulate`."""
+    return simulate(
+        deployment.engines,
+        workload,
+        policy,
+        limits=deployment.limits,
+        turn_tokens=deployment.turn_tokens,
+        updates=deployment.updates,
+        kv_transfer=deployment.kv_transfer,
+        decode_route=deployment.decode_policy(seed),
+        time_limit=time_limit,
+        exact=exact,
+        progress=progress,
+    )
 
 
 class _Lookout:

@@ -1,5 +1,7 @@
-"""Files of trajectories: Libra's JSON lines, and the logs of other tools. ¶ Invariant: one trajectory is in memory at a
-time. Notes on the data that a log lacks follow its last trajectory."""
+"""Files of trajectories: Libra's JSON lines, and the logs of other tools.
+
+Invariant: one trajectory is in memory at a time. Notes on the data that a log lacks follow its last trajectory.
+"""
 
 from __future__ import annotations
 

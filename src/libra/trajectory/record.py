@@ -129,10 +129,12 @@ class Trajectory:
 
 
 def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:
-    """The trajectory as cut by an engine that holds `max_context` >= 1 tokens: finished at the limit. ¶ The turn that
-    exceeds the limit is the last one, and generates only the tokens that fit; its tool return is dropped. A turn that
-    would start at the limit never starts. A prompt that leaves the first turn no room loses as many tokens as that turn
-    needs. A trajectory that fits is returned unchanged."""
+    """The trajectory as cut by an engine that holds `max_context` >= 1 tokens: finished at the limit.
+
+    The turn that exceeds the limit is the last one, and generates only the tokens that fit; its tool return is dropped.
+    A turn that would start at the limit never starts. A prompt that leaves the first turn no room loses as many tokens
+    as that turn needs. A trajectory that fits is returned unchanged.
+    """
     if max_context < 1:
         raise ValueError(f"max_context is {max_context}; an engine holds 1 token or more")
     if trajectory.peak_context <= max_context:

@@ -1,6 +1,8 @@
-"""Summary of a log of trajectories: counts, lengths, tools, and the length of its tail. ¶ Invariant: every number is
-exact over the given trajectories, finished or not; missing values are counted as unknown, never guessed. Lengths are
-tokens, times are seconds."""
+"""Summary of a log of trajectories: counts, lengths, tools, and the length of its tail.
+
+Invariant: every number is exact over the given trajectories, finished or not; missing values are counted as unknown,
+never guessed. Lengths are tokens, times are seconds.
+"""
 
 from __future__ import annotations
 

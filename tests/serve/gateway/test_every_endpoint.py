@@ -35,7 +35,7 @@ def path_of(route: web.AbstractRoute) -> str:
 
 
 async def test_the_endpoints_are_those_of_the_docs() -> None:
-    table = PAGE.read_text(encoding="utf-8").partition("| what arrives |")[2].partition("\n\n")[0]
+    table = PAGE.read_text(encoding="utf-8").partition("| request |")[2].partition("\n\n")[0]
     documented = set(re.findall(r"`(?:[A-Z]+ )?(/[\w/]+)", table))
     async with served(None) as (_, endpoints):
         found = {re.sub(r"/x\b", "/URL" if path.startswith("/workers") else "/ID", path) for _, path in endpoints}

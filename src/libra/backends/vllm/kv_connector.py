@@ -1,9 +1,11 @@
-"""vLLM's own extension point for external KV, filled with frames in shared memory. ¶ Invariant: KV is named by the
-hashes of vLLM's prefix cache, which cover all tokens up to the end of a block and the salt. So an engine gives only KV
-that it would itself reuse for such a request, and accepts only the same. A block that is missing, damaged, or of newer
-weights than the engine's ends the transfer, and the rest is computed. ¶ vLLM makes two of these, one for its scheduler
-and one for its model. The first knows blocks and requests, and decides; the second copies. The engine steps in this
-process, so the copies are done when the step returns.
+"""vLLM's own extension point for external KV, filled with frames in shared memory.
+
+Invariant: KV is named by the hashes of vLLM's prefix cache, which cover all tokens up to the end of a block and the
+salt. So an engine gives only KV that it would itself reuse for such a request, and accepts only the same. A block that
+is missing, damaged, or of newer weights than the engine's ends the transfer, and the rest is computed.
+
+vLLM makes two of these, one for its scheduler and one for its model. The first knows blocks and requests, and decides;
+the second copies. The engine steps in this process, so the copies are done when the step returns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A context that changes engines: its KV is handed over where that is cheaper than recomputing it. ¶ Invariant:
-whatever fails, the context is recomputed and the turn continues; no turn waits longer than `SAVE_SECONDS` for KV. Every
-context that changed engines is reported, with the chosen way and the reason.
+"""A context that changes engines: its KV is handed over where that is cheaper than recomputing it.
+
+Invariant: whatever fails, the context is recomputed and the turn continues; no turn waits longer than `SAVE_SECONDS`
+for KV. Every context that changed engines is reported, with the chosen way and the reason.
 """
 
 from __future__ import annotations

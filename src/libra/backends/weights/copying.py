@@ -1,4 +1,5 @@
-"""Weights from one node's memory to another's in one piece: all of them, or the changes since the version before. ¶
+"""Weights from one node's memory to another's in one piece: all of them, or the changes since the version before.
+
 Invariant: the way whose last use took less time is chosen, the other is tried again at times, and both leave the same
 bytes. So a fast network carries everything, a slow one deltas, without configuration.
 """

@@ -1,4 +1,5 @@
-"""Weights as numbered chunks of flat checkpoint coordinates: a chunk is the unit that is sent, checked and requested. ¶
+"""Weights as numbered chunks of flat checkpoint coordinates: a chunk is the unit that is sent, checked and requested.
+
 Invariant: chunks are disjoint, in order, and cover the weights; a number is never in two. All nodes that exchange the
 same weights have the same grid, or are refused.
 """

@@ -1,4 +1,5 @@
-"""Grids of data-parallel ranks with expert parallelism: from tables if these have the shape, else from a roofline. ¶
+"""Grids of data-parallel ranks with expert parallelism: from tables if these have the shape, else from a roofline.
+
 Invariant: tables are of the requested GPU and shape. Their experts are those of vLLM 0.24, with all tokens on every GPU
 and equally frequent experts; their exchange is DeepEP among eight GPUs of a node. Missing times are modelled, and the
 source says so.

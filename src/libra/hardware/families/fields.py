@@ -1,5 +1,6 @@
-"""Fields of a configuration, and a record of the fields that were read. ¶ Invariant: an error begins with the field's
-path, and a field that may change a shape is either read or named as unread.
+"""Fields of a configuration, and a record of the fields that were read.
+
+Invariant: an error begins with the field's path, and a field that may change a shape is either read or named as unread.
 """
 
 from __future__ import annotations

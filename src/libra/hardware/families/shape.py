@@ -1,6 +1,8 @@
-"""Unknown families, read by their fields. ¶ Invariant: a configuration of an unknown family is read only if each field
-that may change its shape is known from other families; otherwise `model_file` refuses it. Norms and biases without a
-field are left out: they are less than a thousandth of the parameters.
+"""Unknown families, read by their fields.
+
+Invariant: a configuration of an unknown family is read only if each field that may change its shape is known from other
+families; otherwise `model_file` refuses it. Norms and biases without a field are left out: they are less than a
+thousandth of the parameters.
 """
 
 from __future__ import annotations

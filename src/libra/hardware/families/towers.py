@@ -1,5 +1,7 @@
-"""Parameters of vision towers, with their projectors to the language model. ¶ Invariant: a tower is counted as in
-Transformers, or not at all, and a note says so. Towers are in memory and are never trained here.
+"""Parameters of vision towers, with their projectors to the language model.
+
+Invariant: a tower is counted as in Transformers, or not at all, and a note says so. Towers are in memory and are never
+trained here.
 """
 
 from __future__ import annotations

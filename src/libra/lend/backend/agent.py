@@ -1,7 +1,8 @@
-"""The agent of a server: a process that starts the borrowing engine, and gives the lender's word for it. ¶ Invariant:
-the word is given a few seconds at a time, and only while the certified server lives and the borrower makes progress. So
-a loan ends by itself when this process is killed or stopped. It needs no controller: a controller may come, leave and
-return, and finds the engine with its weights.
+"""The agent of a server: a process that starts the borrowing engine, and gives the lender's word for it.
+
+Invariant: the word is given a few seconds at a time, and only while the certified server lives and the borrower makes
+progress. So a loan ends by itself when this process is killed or stopped. It needs no controller: a controller may
+come, leave and return, and finds the engine with its weights.
 """
 
 from __future__ import annotations

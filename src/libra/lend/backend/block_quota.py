@@ -1,6 +1,7 @@
-"""The KV blocks that an engine may use: it has addresses for all blocks, and memory only for its own. ¶ Invariant: no
-request has a taken block. vLLM's pool counts it as used and never allocates it, its prefix cache does not know it, and
-it has no pages. Only public methods of `BlockPool` are called, between two steps.
+"""The KV blocks that an engine may use: it has addresses for all blocks, and memory only for its own.
+
+Invariant: no request has a taken block. vLLM's pool counts it as used and never allocates it, its prefix cache does not
+know it, and it has no pages. Only public methods of `BlockPool` are called, between two steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A rollout engine on a lent device, driven by its worker. ¶ Invariant: it computes on the device only within a grant,
-in the KV blocks that it has at that moment. No other process borrows the device, from before the engine is made until
-its process ends.
+"""A rollout engine on a lent device, driven by its worker.
+
+Invariant: it computes on the device only within a grant, in the KV blocks that it has at that moment. No other process
+borrows the device, from before the engine is made until its process ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A file that all processes of a lent device map: the notices of each, field by field, and the device's lock. ¶
+"""A file that all processes of a lent device map: the notices of each, field by field, and the device's lock.
+
 Invariant: each field has one writer, so none needs a lock. A field of 8 bytes is read whole; serving's notice is longer
 and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and none can set. They
 begin anew with the machine, and so does a page kept on a disk.

@@ -1,4 +1,5 @@
-"""The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that gets them. ¶
+"""The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that gets them.
+
 Invariant: one side unmaps pages before the other maps them. Serving drops its pages before it reports them as ceded,
 and rollout drops its own before it reports them as returned. Both hold only pages that a burst takes beyond the
 reserve, until rollout looks next: at the end of its step, which lasts a grant at most.

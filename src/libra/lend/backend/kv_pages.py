@@ -1,5 +1,7 @@
 """The pages of memory under the blocks of a KV cache: they are unmapped when the blocks change hands, and mapped again
-with them. ¶ Invariant: a page is unmapped only if every byte of it belongs to dropped blocks.
+with them.
+
+Invariant: a page is unmapped only if every byte of it belongs to dropped blocks.
 """
 
 from __future__ import annotations

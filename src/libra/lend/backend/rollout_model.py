@@ -1,6 +1,7 @@
-"""The model of an engine behind an agent, and whether a run's weights fit it. ¶ Invariant: weights are loaded into an
-engine only if each has the name, shape and type of one of its own, none is missing, and the two configurations have no
-known difference that changes the meaning of the numbers.
+"""The model of an engine behind an agent, and whether a run's weights fit it.
+
+Invariant: weights are loaded into an engine only if each has the name, shape and type of one of its own, none is
+missing, and the two configurations have no known difference that changes the meaning of the numbers.
 """
 
 from __future__ import annotations

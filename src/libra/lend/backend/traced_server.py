@@ -1,4 +1,5 @@
-"""A server under recorded traffic: it represents users and their server in demonstrations and tests of lending. ¶
+"""A server under recorded traffic: it represents users and their server in demonstrations and tests of lending.
+
 Invariant: requests arrive at their recorded times, whatever the engine is doing. The engine is vLLM with
 `LendingScheduler`, as in `vllm serve`; only HTTP and tokenisation are left out. A loan ends with this process: its word
 has to be renewed.

@@ -1,5 +1,6 @@
-"""Limits of the turns of an engine on a lent device. ¶ Invariant: no accepted turn can make the engine fail, so no run
-can end the borrower or its agent.
+"""Limits of the turns of an engine on a lent device.
+
+Invariant: no accepted turn can make the engine fail, so no run can end the borrower or its agent.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.cli.options import TraceFile
 from libra.cli.output import check_writable, tell_notes, write_text, writing
 
 if TYPE_CHECKING:
@@ -148,9 +149,7 @@ def report(
         Path, typer.Argument(metavar="RECORD", help="Record of a borrower: the file that `record` of a loan names.")
     ],
     html: Annotated[Path | None, typer.Option("--html", help="Write it as an HTML page to this file.")] = None,
-    timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
-    ] = None,
+    timeline: TraceFile = None,
 ) -> None:
     """Show the history of a loan: grants, recalls, load, and how early the tokens of users came.
 

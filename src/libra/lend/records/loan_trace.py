@@ -1,4 +1,5 @@
-"""Lent devices on a timeline: steps of rollout and serving, recalls, margins of tokens, and requests that missed. ¶
+"""Lent devices on a timeline: steps of rollout and serving, recalls, margins of tokens, and requests that missed.
+
 Invariant: the number of events is bounded, whatever the length of the history. The steps closest to each other are
 merged into one slice first, and the smallest margin of consecutive steps is kept.
 """

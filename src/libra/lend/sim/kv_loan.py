@@ -1,6 +1,7 @@
-"""KV memory of one serving device, as it changes hands between the serving engine and the rollout engine. ¶ Invariant:
-serving decides as if there were no loan. It takes the blocks for a step at once, and rollout returns that memory at its
-next look: at the end of its step, at most a grant later.
+"""KV memory of one serving device, as it changes hands between the serving engine and the rollout engine.
+
+Invariant: serving decides as if there were no loan. It takes the blocks for a step at once, and rollout returns that
+memory at its next look: at the end of its step, at most a grant later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """A node that keeps weights: it follows a source or a relay, has its engines load whole versions, and is a relay
-itself. ¶ Invariant: chunks are relayed before this node uses them, and once to each reader. So a chunk crosses the link
-to a cluster once, if one of its nodes follows the source and the others follow that node. A version reaches `load` only
-from a mirror that has checked it, and its half is not written before `load` has returned. Newer chunks go to the other
-half meanwhile, and no reader waits for this node's engines. Chunks that are damaged, missing or of another base are
+itself.
+
+Invariant: chunks are relayed before this node uses them, and once to each reader. So a chunk crosses the link to a
+cluster once, if one of its nodes follows the source and the others follow that node. A version reaches `load` only from
+a mirror that has checked it, and its half is not written before `load` has returned. Newer chunks go to the other half
+meanwhile, and no reader waits for this node's engines. Chunks that are damaged, missing or of another base are
 requested again, a bounded number of times: `UpstreamLostError`.
 """
 

@@ -1,6 +1,7 @@
-"""A team's own split of its GPUs, compared with a plan: its step, and the side that waits in it. ¶ Invariant: the
-split's engines and layouts are the best for its two numbers, priced like the plan. So a difference is due to the split,
-not to its use.
+"""A team's own split of its GPUs, compared with a plan: its step, and the side that waits in it.
+
+Invariant: the split's engines and layouts are the best for its two numbers, priced like the plan. So a difference is
+due to the split, not to its use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The part of a menu that one framework can carry out. ¶ Invariant: a request without a framework keeps its menu. With
-one, every plan for nodes of one class can be exported for it. The layouts excluded by `permitted` and
-`whole_node_counts`, and the options excluded by `restricted`, have their reasons among the rejected."""
+"""The part of a menu that one framework can carry out.
+
+Invariant: a request without a framework keeps its menu. With one, every plan for nodes of one class can be exported for
+it. The layouts excluded by `permitted` and `whole_node_counts`, and the options excluded by `restricted`, have their
+reasons among the rejected.
+"""
 
 from __future__ import annotations
 

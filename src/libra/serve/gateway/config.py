@@ -1,5 +1,8 @@
-"""The gateway's YAML file: its engines, their tokens, and the routing of turns. ¶ Invariant: a file describes a gateway
-that can start, or gives a one-line error that names the key and the remedy. No message and no repr shows a token."""
+"""The gateway's YAML file: its engines, their tokens, and the routing of turns.
+
+Invariant: a file describes a gateway that can start, or gives a one-line error that names the key and the remedy. No
+message and no repr shows a token.
+"""
 
 from __future__ import annotations
 

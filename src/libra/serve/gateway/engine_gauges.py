@@ -1,5 +1,7 @@
-"""Gauges of an engine from its Prometheus metrics: requests in its batch and queue, and the use of its KV memory. ¶
-Invariant: a gauge that the engine does not report is None, never a guess."""
+"""Gauges of an engine from its Prometheus metrics: requests in its batch and queue, and the use of its KV memory.
+
+Invariant: a gauge that the engine does not report is None, never a guess.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Server-sent events, cut out of a stream without changing it. ¶ Invariant: the events' bytes, joined, are the stream's
-bytes. No library is used for this, since parsers give the fields of an event without its bytes
-(https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream)."""
+"""Server-sent events, cut out of a stream without changing it.
+
+Invariant: the events' bytes, joined, are the stream's bytes. No library is used for this, since parsers give the fields
+of an event without its bytes (https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
+"""
 
 from __future__ import annotations
 

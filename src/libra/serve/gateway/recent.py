@@ -1,5 +1,7 @@
-"""A gateway's recent decisions, tokens of engines, and lengths of ended trajectories. ¶ Invariant: its memory is
-bounded: it keeps the latest of each."""
+"""A gateway's recent decisions, tokens of engines, and lengths of ended trajectories.
+
+Invariant: its memory is bounded: it keeps the latest of each.
+"""
 
 from __future__ import annotations
 

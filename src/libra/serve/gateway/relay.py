@@ -24,6 +24,7 @@ _FAULTS = {  # by status of an answer
     502: Fault.GONE,
     503: Fault.BUSY,
     504: Fault.GONE,
+    508: Fault.GONE,  # it is a gateway, and one of its engines leads back here
 }
 _LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
 _SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # it is read on its way

@@ -30,6 +30,7 @@ from libra.serve.gateway.ends import TrajectoryEnds, read_finish
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.health import HealthMonitor
+from libra.serve.gateway.loops import MARK, refusing_loops
 from libra.serve.gateway.others_load import OthersLoad
 from libra.serve.gateway.policy_failures import answering_policy_failure, told_policy_failure
 from libra.serve.gateway.sessions import SESSION_HEADERS, Sessions
@@ -91,7 +92,10 @@ class Gateway:
         self._workers = Workers(self.upstreams, self._health, allowed, self._mark_lost)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=GATEWAY.body_bytes, middlewares=[answering_policy_failure])
+        app = web.Application(
+            client_max_size=GATEWAY.body_bytes, middlewares=[refusing_loops, answering_policy_failure]
+        )
+        app[MARK] = self.client.mark
         for format in FORMATS:
             app.router.add_post(format.path, partial(self._turns.serve, format))
         app.router.add_routes(self._control.shared_routes())

@@ -1,6 +1,7 @@
 """Headers that follow one request through several services.
 
-Invariant: they pass to the engine unchanged. The answer has the engine's `X-Request-Id`, or else the client's.
+Invariant: they pass to the engine unchanged; `Via` also names this gateway. The answer has the engine's `X-Request-Id`,
+or else the client's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from libra.serve.answers import RefusedRequest
+from libra.serve.gateway.loops import MARK, VIA
 
 REQUEST_ID = "X-Request-Id"
 _FOLLOWING = (REQUEST_ID, "traceparent", "tracestate")
@@ -25,7 +27,10 @@ def sendable(name: str, value: str) -> str:
 def passed_on(request: web.Request) -> dict[str, str]:
     """Headers for the engine. Raises `RefusedRequest`."""
     given = request.headers
-    return {name: sendable(name, given[name]) for name in _FOLLOWING if name in given}
+    passed = {name: sendable(name, given[name]) for name in _FOLLOWING if name in given}
+    if VIA in given:
+        passed[VIA] = f"{sendable(VIA, given[VIA])}, {request.app[MARK]}"
+    return passed
 
 
 def passed_back(answer: Mapping[str, str], request: web.Request) -> dict[str, str]:

@@ -1,5 +1,7 @@
-"""Tokens reported by an answer, read as it passes: one reader for each shape of answers. ¶ Invariant: a reader changes
-no byte of an answer. An event that does not parse is passed on and not counted."""
+"""Tokens reported by an answer, read as it passes: one reader for each shape of answers.
+
+Invariant: a reader changes no byte of an answer. An event that does not parse is passed on and not counted.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Asynchronous scheduling: an iteration is scheduled when the one before it begins, before that one's tokens are known.
-¶ Invariant: a token in flight counts as generated for a request that continues; a request that ends with it keeps its
+
+Invariant: a token in flight counts as generated for a request that continues; a request that ends with it keeps its
 place and its blocks until the token is known. So every event takes effect one boundary later than with synchronous
-scheduling. The rules are those of vLLM's `AsyncScheduler`."""
+scheduling. The rules are those of vLLM's `AsyncScheduler`.
+"""
 
 from __future__ import annotations
 

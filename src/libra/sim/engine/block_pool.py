@@ -1,7 +1,9 @@
-"""The KV blocks of one engine: held blocks, findable blocks, and their order of reuse. ¶ Invariant: blocks differ only
-by what the engine could know: their tokens, their holders, and the time of their release. A block of known tokens
-without a holder stays findable until it is the least recently released. The findable part of a context is always its
-beginning, without a gap."""
+"""The KV blocks of one engine: held blocks, findable blocks, and their order of reuse.
+
+Invariant: blocks differ only by what the engine could know: their tokens, their holders, and the time of their release.
+A block of known tokens without a holder stays findable until it is the least recently released. The findable part of a
+context is always its beginning, without a gap.
+"""
 
 from __future__ import annotations
 

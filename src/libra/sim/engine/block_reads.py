@@ -1,6 +1,8 @@
-"""Blocks that were released while they are still read: an iteration that reuses one of them waits for its readers. ¶
+"""Blocks that were released while they are still read: an iteration that reuses one of them waits for its readers.
+
 Invariant: such a block is in `reading` until its readers have ended or it is reused. In the latter case it is in
-`given` until the next iteration waits for it."""
+`given` until the next iteration waits for it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Requests that generate with drafts: each iteration gives the accepted drafts and one more token. ¶ Invariant: the
-computation, blocks and tokens of a request in each of its iterations are known when it enters, as if it were alone. The
-batch is kept as sums over its requests for each future iteration. A request that gets fewer tokens in an iteration than
-it wants, or none, enters anew."""
+"""Requests that generate with drafts: each iteration gives the accepted drafts and one more token.
+
+Invariant: the computation, blocks and tokens of a request in each of its iterations are known when it enters, as if it
+were alone. The batch is kept as sums over its requests for each future iteration. A request that gets fewer tokens in
+an iteration than it wants, or none, enters anew.
+"""
 
 from __future__ import annotations
 

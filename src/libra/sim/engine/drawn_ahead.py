@@ -1,7 +1,10 @@
 """Drafts under asynchronous scheduling: an iteration is scheduled before the accepted drafts of the one before it are
-known. ¶ Invariant: a request is scheduled as if all its drafts in flight are accepted. Its context counts all of them
-for `max_model_len` and for blocks, which it keeps. It computes and generates only the accepted ones. These drafts are
-vLLM's `num_output_placeholders`."""
+known.
+
+Invariant: a request is scheduled as if all its drafts in flight are accepted. Its context counts all of them for
+`max_model_len` and for blocks, which it keeps. It computes and generates only the accepted ones. These drafts are
+vLLM's `num_output_placeholders`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""The interface of one simulated engine: its calls, its plans, and its results. ¶ Invariant: the rules are those of
-vLLM's V1 scheduler, iteration by iteration; they are in the modules of an iteration's phases. As long as only the
-number of tokens can change, iterations are advanced together instead of one by one, without a visible difference."""
+"""The interface of one simulated engine: its calls, its plans, and its results.
+
+Invariant: the rules are those of vLLM's V1 scheduler, iteration by iteration; they are in the modules of an iteration's
+phases. As long as only the number of tokens can change, iterations are advanced together instead of one by one, without
+a visible difference.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Data-parallel ranks with one clock: they begin each iteration together, and the slowest determines its duration. ¶
+"""Data-parallel ranks with one clock: they begin each iteration together, and the slowest determines its duration.
+
 Invariant: each rank schedules like an independent engine, at the boundaries of the group's iterations; only their
 duration is the group's. A rank is visited, and updated, when its own plan ends or an event reaches it. So the work per
 iteration depends on its events, not on the number of ranks. The rules are those of vLLM's `DPEngineCoreProc` and
@@ -6,7 +7,8 @@ iteration depends on its events, not on the number of ranks. The rules are those
 and with a graph all are padded to the largest. The group stops only with its first step and with each
 `sync_interval`-th. With asynchronous scheduling a step schedules the iteration after the one that begins with it (the
 first step of a group at rest begins nothing, and takes no time). So when the group stops, an iteration is still in
-flight: all run it."""
+flight: all run it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Blocks of KV cache groups one by one: the blocks of a group that a request holds, and those that others can find. ¶
+"""Blocks of KV cache groups one by one: the blocks of a group that a request holds, and those that others can find.
+
 Invariant: a block with an owner can be found by the tokens up to its end; of several with the same tokens, the oldest
-is found."""
+is found.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Duration of an iteration of several data-parallel ranks: each rank's own part, and their joint part. ¶ Invariant:
-whole ticks. A rank's own part is an `IterationCost`. The whole is piecewise linear in the slowest rank's part, so the
-time of many iterations is a sum."""
+"""Duration of an iteration of several data-parallel ranks: each rank's own part, and their joint part.
+
+Invariant: whole ticks. A rank's own part is an `IterationCost`. The whole is piecewise linear in the slowest rank's
+part, so the time of many iterations is a sum.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Layouts of KV cache groups: the blocks that a group of layers needs, those that it no longer reads, and its cache
-hits. ¶ Invariant: each layout follows one of vLLM's managers (`single_type_kv_cache_manager.py`). A place is the number
-of a block in a request's table; blocks that were released, or never taken, keep their places."""
+hits.
+
+Invariant: each layout follows one of vLLM's managers (`single_type_kv_cache_manager.py`). A place is the number of a
+block in a request's table; blocks that were released, or never taken, keep their places.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Consecutive iterations that only generate: planned together, cut short, and updated without a visit. ¶ Invariant: the
-end of the k-th iteration is one formula in whole numbers, wherever it is evaluated. So a stretch that is cut short ends
-exactly at the end of an iteration, and a query in between gets the same answer as if each iteration had been visited.
+"""Consecutive iterations that only generate: planned together, cut short, and updated without a visit.
+
+Invariant: the end of the k-th iteration is one formula in whole numbers, wherever it is evaluated. So a stretch that is
+cut short ends exactly at the end of an iteration, and a query in between gets the same answer as if each iteration had
+been visited.
 """
 
 from __future__ import annotations

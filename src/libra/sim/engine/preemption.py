@@ -1,6 +1,9 @@
-"""Requests that stop running before they finish: preempted to make room, or leaving. ¶ Invariant: a stopped request
-keeps its generated tokens and loses its blocks; full blocks of known tokens stay findable. When blocks run out, the
-last admitted request (or the one of lowest priority) is preempted, and computes its context again later."""
+"""Requests that stop running before they finish: preempted to make room, or leaving.
+
+Invariant: a stopped request keeps its generated tokens and loses its blocks; full blocks of known tokens stay findable.
+When blocks run out, the last admitted request (or the one of lowest priority) is preempted, and computes its context
+again later.
+"""
 
 from __future__ import annotations
 

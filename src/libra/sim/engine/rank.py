@@ -1,6 +1,8 @@
-"""A data-parallel rank: an engine that schedules by itself, and whose iterations begin and end with its group's. ¶
+"""A data-parallel rank: an engine that schedules by itself, and whose iterations begin and end with its group's.
+
 Invariant: it schedules like an independent engine, with dummy batches while it has nothing to compute. With
-asynchronous scheduling a dummy batch is an iteration in flight like any other, without results."""
+asynchronous scheduling a dummy batch is an iteration in flight like any other, without results.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The batch of each rank of a group in the following iterations, and their duration. ¶ Invariant: whole ticks, as in
-`GroupCost`. A rank's line is recomputed only if the rank has planned, or its context has left the range of the line."""
+"""The batch of each rank of a group in the following iterations, and their duration.
+
+Invariant: whole ticks, as in `GroupCost`. A rank's line is recomputed only if the rank has planned, or its context has
+left the range of the line.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""One call to an engine, a prompt and tokens generated after it; and the chains by which contexts share tokens. ¶
+"""One call to an engine, a prompt and tokens generated after it; and the chains by which contexts share tokens.
+
 Invariant: the fields that describe the work never change; those of the outcome are written once, except the counts of
 repeated events. Only `ask_at`, which is no part of the work, is set and cleared. Two contexts have the same tokens as
-far as they follow the same chains, and no further."""
+far as they follow the same chains, and no further.
+"""
 
 from __future__ import annotations
 

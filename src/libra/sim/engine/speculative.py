@@ -1,6 +1,8 @@
-"""Speculative decoding, in the terms of vLLM's `speculative_config`: the drafts, and the number of accepted ones. ¶
+"""Speculative decoding, in the terms of vLLM's `speculative_config`: the drafts, and the number of accepted ones.
+
 Invariant: the number of drafts that a verification accepts depends only on the seed, the request and the number of its
-earlier verifications, not on the schedule."""
+earlier verifications, not on the schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""KV offloaded from the GPU, and loads of KV that the GPU's own cache lacks. ¶ Invariant: a repeated lookup has the
-same answer until a transfer ends, or a block is reused that is still read or was found for a waiting request. So
-iterations may be counted together until then. A chunk that is still being written, or is being loaded already, means
-"ask again". A block that a store still reads is not overwritten before the store has ended. The rules are those of
-vLLM's `OffloadingConnector`."""
+"""KV offloaded from the GPU, and loads of KV that the GPU's own cache lacks.
+
+Invariant: a repeated lookup has the same answer until a transfer ends, or a block is reused that is still read or was
+found for a waiting request. So iterations may be counted together until then. A chunk that is still being written, or
+is being loaded already, means "ask again". A block that a store still reads is not overwritten before the store has
+ended. The rules are those of vLLM's `OffloadingConnector`.
+"""
 
 from __future__ import annotations
 

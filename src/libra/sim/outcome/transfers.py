@@ -1,5 +1,8 @@
-"""KV transfers from prefill engines: a row for each prompt, and the use of the links. ¶ Invariant: the use of links,
-and the end of each transfer, are those of the simulation: the same rules are applied to the same starts."""
+"""KV transfers from prefill engines: a row for each prompt, and the use of the links.
+
+Invariant: the use of links, and the end of each transfer, are those of the simulation: the same rules are applied to
+the same starts.
+"""
 
 from __future__ import annotations
 

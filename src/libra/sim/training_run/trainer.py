@@ -1,6 +1,8 @@
-"""The trainer of a simulated run: the start, groups and duration of its steps. ¶ Invariant: a step has one layout from
-its first gradient to its update: trainers change between two steps. Its price is the planner's
-(`libra.cost.train_step`), with the batch's own lengths instead of the expected ones."""
+"""The trainer of a simulated run: the start, groups and duration of its steps.
+
+Invariant: a step has one layout from its first gradient to its update: trainers change between two steps. Its price is
+the planner's (`libra.cost.train_step`), with the batch's own lengths instead of the expected ones.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Workloads: requests in the order of time, and requests that follow the end of another. ¶ Invariant: a workload is the
-same at each start, and the number of a request does not depend on the outcome of others. So two simulations of one
-workload can be compared request by request."""
+"""Workloads: requests in the order of time, and requests that follow the end of another.
+
+Invariant: a workload is the same at each start, and the number of a request does not depend on the outcome of others.
+So two simulations of one workload can be compared request by request.
+"""
 
 from __future__ import annotations
 
