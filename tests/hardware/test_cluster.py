@@ -316,4 +316,4 @@ def test_a_described_gpu_of_a_known_name_is_the_known_one_or_told_apart(
         return
     with pytest.raises(ValueError, match=f"^{refused}") as told:
         gpu_of(given, "gpu")
-    assert str(told.value).endswith("leave the mapping out, or name yours otherwise")
+    assert str(told.value).endswith("leave the mapping out, or choose another name")

@@ -200,7 +200,7 @@ def _tenancy(
     """Serving engines on the devices that the plan borrows; None without `--lender`."""
     if not lenders and not traffic:
         if kv_quota:
-            raise ValueError("--kv-quota is of the engines that --lender describes: give it, or leave the quota out")
+            raise ValueError("--kv-quota is for the engines of --lender: give --lender, or leave --kv-quota out")
         return None
     for described in offered("rehearsal tenancy"):
         tenancy: BorrowedDevices = described(plan, lenders, traffic, kv_quota, watched)

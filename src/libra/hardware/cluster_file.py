@@ -131,7 +131,7 @@ def gpu_of(given: object, key: str) -> GPU:
         if not (1 - _SAME) * usual <= given <= (1 + _SAME) * usual:
             raise ValueError(
                 f"{key}.{field}: {known.name} is known with {usual:,.4g}, and this has {given:,.4g}: leave the mapping"
-                " out, or name yours otherwise"
+                " out, or choose another name"
             )
     return known
 

@@ -63,7 +63,7 @@ class Remaining:
 
     @classmethod
     def about(cls, tokens: float) -> Self:
-        """All in the bin of this number of tokens."""
+        """The distribution with all weight in the bin of this number of tokens."""
         weights = np.zeros(BINS, np.float32)
         weights[bin_of(int(tokens))] = 1.0
         return cls(weights)

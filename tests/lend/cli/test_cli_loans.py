@@ -136,7 +136,7 @@ def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--kv-quota",), ("--kv-quota is of the engines that --lender describes",)),
+        (("--kv-quota",), ("--kv-quota is for the engines of --lender",)),
         (
             (*LENDER, "--kv-quota"),
             ("chat: the serving engine leaves", "lower its gpu_memory_utilization"),
