@@ -195,7 +195,7 @@ async def test_joining_and_leaving(scene: Scene) -> None:
     assert len(hybrid.told(Prepare)) == 1
     with pytest.raises(ValueError, match="core-0 is a core trainer, which never leaves"):
         await trainers.leave("core-0")
-    with pytest.raises(WorkerLostError, match="hybrid-0 is no training replica"):
+    with pytest.raises(WorkerLostError, match="hybrid-0 is not a training replica"):
         await trainers.leave("hybrid-0")
     await trainers.join(hybrid.handle)
     assert await scene.step(3) == 2
@@ -704,7 +704,7 @@ async def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving
     assert trainers.names() == ("core-0",)
     third = await scene.join("hybrid-3")
     third.handle.declare_lost("killed")
-    with pytest.raises(WorkerLostError, match="hybrid-3 is not a training replica, or no longer"):
+    with pytest.raises(WorkerLostError, match="hybrid-3 is not a training replica, or is one no longer"):
         await trainers.leave("hybrid-3")
     assert await scene.step(1) == 1
     (await scene.join("hybrid-4")).handle.declare_lost("killed")

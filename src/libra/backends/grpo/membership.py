@@ -121,7 +121,7 @@ class Membership:
         for replica in self.hybrids:
             if replica.name == name:
                 return replica
-        raise WorkerLostError(f"worker {name} is not a training replica, or no longer")
+        raise WorkerLostError(f"worker {name} is not a training replica now")
 
     async def ask(
         self,
