@@ -6,6 +6,7 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
+from markupsafe import escape
 from rich.table import Table
 
 
@@ -44,7 +45,7 @@ class Page(HTMLParser):
 def figure(source: str, title: str) -> str:
     """The markup of the figure with this title."""
     found: list[str] = [
-        part for part in re.findall(r"<figure.*?</figure>", source, re.DOTALL) if f"<h3>{title}</h3>" in part
+        part for part in re.findall(r"<figure.*?</figure>", source, re.DOTALL) if f"<h3>{escape(title)}</h3>" in part
     ]
     assert len(found) == 1
     return found[0]
