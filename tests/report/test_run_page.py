@@ -85,7 +85,7 @@ def test_charts_show_every_step_period_and_worker(run: MadeRun, source: str) -> 
     assert marks(figure(source, "Length of trajectories"), "symbol") == 3 * steps
     assert marks(figure(source, "Length of trajectories"), "line") == 3
     assert marks(figure(source, "Generation speed"), "symbol") == 2 * steps
-    trained = [it for it in titles(figure(source, "Where a step&#39;s seconds go")) if ": train " in it]
+    trained = [it for it in titles(figure(source, "Where a step's seconds go")) if ": train " in it]
     assert steps / 2 <= len(trained) <= MAX_COLUMNS
     prediction = figure(source, "Step time, predicted and measured")
     assert sum(it.startswith("period ") for it in titles(prediction)) == 2 * periods == 12
@@ -104,7 +104,7 @@ def test_every_axis_has_a_unit(source: str) -> None:
         ("Reward", "mean reward of a trajectory", "time since the RL loop began (min)"),
         ("Length of trajectories", "tokens", "optimiser step"),
         ("Generation speed", "generated tokens per second", "time since the RL loop began (min)"),
-        ("Where a step&#39;s seconds go", "seconds of one step", "optimiser step"),
+        ("Where a step's seconds go", "seconds of one step", "optimiser step"),
         ("Step time, predicted and measured", "seconds of one step", "steps of the planning period"),
         ("Where the device time went", "% of the time in which steps were made"),
         ("Where the device time went, step by step", "% of the device time of a step", "optimiser step"),
