@@ -91,7 +91,7 @@ class Phase(NamedTuple):
 
 
 def run(setting: Setting, phases: Sequence[Phase]) -> list[dict[str, dict[str, Any]]]:
-    """What both engines, each in a process of its own, tell of each phase."""
+    """Run both engines, each in its own process; return their measurements of each phase."""
     from libra.lend.backend.lender_token import LenderToken
 
     context, pipes = multiprocessing.get_context("spawn"), dict[str, Connection]()

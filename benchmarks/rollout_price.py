@@ -158,7 +158,7 @@ def price_case(case: Case, batches: tuple[int, int], factors: BatchFactors = BAT
 
 
 def _standard_error(seconds: Sequence[float]) -> float:
-    """Of the mean, relative to it; infinite for fewer than two."""
+    """Standard error of the mean, relative to the mean; infinite for fewer than two."""
     return stdev(seconds) / fmean(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
 
 

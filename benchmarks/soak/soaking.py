@@ -85,7 +85,7 @@ class Soak:
             "sessions": len(self._ends),
             "moves": sum(entry.row["kind"] == "done" for entry in self._seen),
             "processes": self._processes.count,
-            "faults that found nobody to strike": storm.passed,
+            "faults without a process to strike": storm.passed,
             **Counter(f"fault: {entry.kind}" for entry in storm.struck),
             "seconds": round(time.monotonic() - began),
         }

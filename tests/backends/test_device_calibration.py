@@ -72,7 +72,7 @@ def test_rates_are_work_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-    """What is to be on a GPU is on the CPU instead."""
+    """Put on the CPU all that a calibration puts on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})

@@ -42,7 +42,7 @@ class Roomless:
                         path.unlink()
 
     def test(self, *arguments: str, seconds: float) -> None:
-        """Make tests in the copy, whose Python finds no room that was removed. They may take so many seconds."""
+        """Make tests in the copy, whose Python finds no room that was removed. They may take `seconds`."""
         for command in (
             ["-c", _ABSENT, *self._rooms],
             ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],

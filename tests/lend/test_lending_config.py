@@ -17,7 +17,7 @@ LENDING = {"servers": 1, "server": {"traffic": "traffic.csv"}, "ttft": 1.0, "tpo
 
 
 def write(directory: Path, lending: dict[str, Any], engines: int = 0) -> Path:
-    """The configuration of an example that borrows, with a bucket for so many lent engines."""
+    """The configuration of an example that borrows, with a bucket for that number of lent engines."""
     data = yaml.safe_load((EXAMPLES / "calculator.yaml").read_text())
     data["lending"] = lending
     if engines:

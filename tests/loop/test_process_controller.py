@@ -241,7 +241,7 @@ async def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are
 
 @pytest.mark.parametrize("gpus", [(), ("0",), ("0", "1")])
 async def test_workers_are_started_as_their_devices_are(tmp_path: Path, gpus: tuple[str, ...]) -> None:
-    """On GPUs nobody is paced or kept on one core, KV is computed again, and the bytes of it are those of one GPU."""
+    """On GPUs no worker is paced or kept on one core, KV is computed again, and its bytes are those of one GPU."""
     made = Made(tmp_path)
     if gpus:
         made.launcher.device = SlotDevice("cuda", gpus)

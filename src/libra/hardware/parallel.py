@@ -1,8 +1,8 @@
 """Layouts that spread one model over devices for training.
 
 Invariant: a `ParallelLayout` is a layout that could run: its degrees are consistent with each other.
-`libra.cost.train_memory` tells whether a device can hold its share of a model. A `LayoutTable` has many of them as
-columns, so the formulas for one layout price thousands at once.
+`libra.cost.train_memory` tells whether a device can hold its share of a model. A `LayoutTable` holds many layouts
+as columns, so the formulas for one layout price thousands at once.
 """
 
 from __future__ import annotations

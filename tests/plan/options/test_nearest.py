@@ -1,4 +1,4 @@
-"""Where nothing trains, the changes that are named are the nearest with which something does."""
+"""Errors of plans without a layout name the nearest change that allows training."""
 
 from __future__ import annotations
 
