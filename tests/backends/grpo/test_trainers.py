@@ -704,7 +704,7 @@ async def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving
     assert trainers.names() == ("core-0",)
     third = await scene.join("hybrid-3")
     third.handle.declare_lost("killed")
-    with pytest.raises(WorkerLostError, match="hybrid-3 is not a training replica, or is one no longer"):
+    with pytest.raises(WorkerLostError, match="worker hybrid-3 is not a training replica now"):
         await trainers.leave("hybrid-3")
     assert await scene.step(1) == 1
     (await scene.join("hybrid-4")).handle.declare_lost("killed")
