@@ -47,7 +47,10 @@ SEARCH = Path(__file__).parents[1] / "examples" / "search_agent.jsonl"
 
 _MODEL = "Qwen/Qwen3-14B"
 _DATA = Path(os.environ.get("LIBRA_DATA", Path(__file__).parents[1] / "../shared/data/trajectories"))
-_LONGEST = {"tau_bench_airline": 8192, "claude_code_sessions": 40_960}  # by log: tokens that a trajectory is cut at
+_AGENTS = {  # by name: the file of a log, and the tokens that a trajectory is cut at
+    "airline": ("tau_bench_airline.jsonl", 8192),
+    "claude-code": ("claude_code_sessions.jsonl", 40_960),
+}
 _USER = "user"  # who is asked, in these logs, as a tool is
 _SIZES = (1, 2, 3)  # buckets that a plan may have
 _STEPS = 8
@@ -114,10 +117,10 @@ def questions(seed: int, families: Sequence[str] = TESTED) -> Iterator[Question]
 
 def _logs(seed: int) -> Iterator[tuple[str, tuple[Sequence[Trajectory], Sequence[Trajectory]], int]]:
     yield "search", halves([it for it in read_trajectories(SEARCH) if it.finished], seed), 40_960
-    for log, longest in _LONGEST.items():
-        path = _DATA / f"{log}.jsonl"
-        if path.is_file():
-            yield log, halves([without_waits(it) for it in read_trajectories(path) if it.finished], seed), longest
+    for log, (file, longest) in _AGENTS.items():
+        if (_DATA / file).is_file():
+            finished = [without_waits(it) for it in read_trajectories(_DATA / file) if it.finished]
+            yield log, halves(finished, seed), longest
 
 
 def without_waits(trajectory: Trajectory) -> Trajectory:

@@ -13,9 +13,8 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.engines import shape_file
 from benchmarks.evaluation.estimates import mean
 from benchmarks.evaluation.experiment import Experiment, Found
-from benchmarks.evaluation.predicted_steps import FIRST_SEED, step
 from benchmarks.evaluation.table import Column, Table, Value
-from benchmarks.rollout_price_cases import MODELS, TESTED
+from benchmarks.rollout_price_cases import FIRST_SEED, MODELS, TESTED, step
 from benchmarks.rows import Row
 
 STALENESS = (0, 1, 4)
