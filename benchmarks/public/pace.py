@@ -1,7 +1,7 @@
 """Seconds a token of engines beside what was measured on them.
 
 Invariant: a case is a file of engines and a log, simulated as `libra simulate` does. The hosts of the sources are not
-known: a row is priced with the host that its file names, and beside it, with `fast`, a host of 0.7 of that time.
+known: a row is priced with the host that its file names, and beside it, with `fast`, a host of 0.8 of that time.
 """
 
 from __future__ import annotations
