@@ -1,25 +1,28 @@
 """KV tokens of engines beside what their logs say.
 
-Invariant: a case is a file of engines, read as `libra simulate` reads it, once as it is and once with the version of
-vLLM that its source gives. A source that gives none is read as it is both times.
+Invariant: a case is a file of engines, read as `libra simulate` reads it, once as it is and once with keys that its
+source gives besides. A source that gives none is read as it is both times.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.public.case import CaseGroup, PublicCase, engines_with
 from libra.config.yaml_file import ConfigError
 
-# Versions of the logs: those of 0.29 say so, the others are the newest on the day of the source.
-_VERSIONS = {
-    "m03": "0.29.0",
-    "m04": "0.29.0",
-    "m05": "0.29.0",
-    "m08": "0.9.2",  # vllm#21348, 22 July 2025
-    "m09": "0.10.0",  # Ray Serve LLM's course, a log of 19 August 2025
-    "m12": "0.7.2",  # vllm#13061, 11 February 2025
+# Keys by the sources: logs of 0.15 and 0.29 say their version, other versions are the newest on the day of the source.
+_SAID: Mapping[str, Mapping[str, object]] = {
+    "m01": {"vllm_version": "0.15.1"},
+    "m03": {"vllm_version": "0.29.0", "gpu_memory_utilization": 0.92},
+    "m04": {"vllm_version": "0.29.0", "gpu_memory_utilization": 0.92},
+    "m05": {"vllm_version": "0.29.0"},
+    "m08": {"vllm_version": "0.9.2"},  # vllm#21348, 22 July 2025
+    "m09": {"vllm_version": "0.10.0"},  # Ray Serve LLM's course, a log of 19 August 2025
+    "m12": {"vllm_version": "0.7.2"},  # vllm#13061, 11 February 2025
+    "m14": {"vllm_version": "0.13.0"},  # a log of 2 January 2026
 }
 _APART = {  # what is not as an engine file can describe it
     "m07": "vLLM of January 2025, which took 256 sequences on H100",
@@ -46,10 +49,10 @@ def memory_groups(folder: Path) -> list[CaseGroup]:
 
 def _case(path: Path, published: int, said: bool) -> PublicCase:
     number = path.stem.partition("_")[0]
-    version = _VERSIONS.get(number) if said else None
+    keys = _SAID.get(number, {}) if said else {}
     try:
-        config = engines_with(path, **({} if version is None else {"vllm_version": version})).engines[0].config
+        config = engines_with(path, **keys).engines[0].config
     except ConfigError as error:
         return PublicCase(path.stem, published, None, LARGEST, str(error).partition(": ")[2])
-    note = "; ".join(filter(None, (_APART.get(number), version and f"vLLM {version}")))
+    note = "; ".join((*filter(None, [_APART.get(number)]), *(f"{key} {value}" for key, value in keys.items())))
     return PublicCase(path.stem, published, config.kv_blocks * config.block_size, LARGEST, note)

@@ -27,7 +27,8 @@ _LOGIT = 2 + 4 + 4 + 4
 _SORTED = 2 + 42
 # Fitted to five public logs: Llama-3.1-8B on A100-40GB without graphs (KV 157,936 tokens) gives the first constant,
 # Qwen3-14B AWQ on L40S (190,672), Llama-3.3-70B FP8 on H100 (33,504) and Llama-3.1-8B on RTX 3090 (30,960) the second,
-# Llama-3.1-70B on eight A100-40GB (426,639) the third.
+# Llama-3.1-70B on eight A100-40GB (426,639) the third. The 3090's and the last are of versions that sorted logits and
+# counted no graphs (`Profiling`), which is about as much for 256 sequences.
 _EAGER = 0.06 * _GIB  # what PyTorch does not free, without graphs
 _GRAPHS = 0.76 * _GIB  # captured CUDA graphs
 _PEER = 0.16 * _GIB  # buffers of NCCL and of all-reduce, for each further device of the tensor-parallel group
