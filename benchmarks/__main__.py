@@ -30,6 +30,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "routing_plans": "minutes",
     "routing_speed": "minutes",
     "search": "an hour",
+    "served_episodes": "a minute (extra `cpu`)",
     "simulation": "a quarter of an hour",
     "soak": "20 minutes (extra `cpu`)",
     "weights": "minutes (extra `cpu`)",
