@@ -34,10 +34,11 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
-test-integrations: $(foreach host,verl trl verifiers router,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers and vllm-router, which it installs
+test-integrations: $(foreach host,verl trl verifiers openenv router,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers, OpenEnv and vllm-router, which it installs
 	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl_*.py)
 	$(HOSTS)/trl/bin/python -m pytest -q tests/integrations/test_trl.py
 	$(HOSTS)/verifiers/bin/python -m pytest -q tests/integrations/test_verifiers.py
+	$(HOSTS)/openenv/bin/python -m pytest -q tests/integrations/test_openenv.py
 	$(HOSTS)/router/bin/python -m pytest -q tests/integrations/test_vllm_router.py
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
@@ -52,6 +53,10 @@ $(HOSTS)/trl/.installed: $(STAMP)
 
 $(HOSTS)/verifiers/.installed: $(STAMP)
 	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/verifiers 'verifiers>=0.4,<0.5'
+	@touch $@
+
+$(HOSTS)/openenv/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/openenv 'openenv-core>=0.3,<0.4'
 	@touch $@
 
 $(HOSTS)/router/.installed: $(STAMP)

@@ -76,7 +76,8 @@ REFUSED = [
     (
         "unknown kind",
         environment("chess"),
-        "environment.kind: unknown environment 'chess'; use calculator, command, verifiers or your own module:Class",
+        "environment.kind: unknown environment 'chess'; use calculator, command, openenv, verifiers or your own"
+        " module:Class",
     ),
     ("unknown option", environment(skil=0.5), "environment.options: "),
     (

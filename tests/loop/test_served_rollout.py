@@ -56,7 +56,7 @@ class Played:
     def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
         raise NotImplementedError
 
-    def opened(self, url: str, key: str) -> AbstractAsyncContextManager[object]:
+    def opened(self, logs: Path) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def play(self, prompt: Prompt, seat: Seat) -> float:
@@ -214,6 +214,21 @@ def test_an_environment_that_fails_plays_again_and_ends_the_run_when_it_goes_on_
         stage.play(Played(fails), *([stage.samples(">1;")] * 3))
 
 
+def test_a_client_that_a_failed_attempt_left_behind_is_refused(stage: Stage) -> None:
+    left = []
+
+    async def fails(client: aiohttp.ClientSession, url: str) -> float:
+        left.append(url)
+        raise OSError("no sandbox")
+
+    async def well(client: aiohttp.ClientSession, url: str) -> float:
+        assert (await ask(client, left[0], ("user", "Q9")))["status"] == 404
+        await ask(client, url, ("user", "Q1"))
+        return 1.0
+
+    assert stage.play(Played(fails, well), stage.samples(">1;")).tokens == stage.tokens("Q1;>1;")
+
+
 def test_an_environment_that_asks_for_nothing_fails(stage: Stage) -> None:
     async def idle(client: aiohttp.ClientSession, url: str) -> float:
         return 1.0
@@ -241,7 +256,7 @@ def test_requests_that_cannot_be_trained_on_are_refused(stage: Stage) -> None:
             assert refused["status"] == 400 and refused["error"]["message"].startswith(field)
         async with client.post(f"{url}/chat/completions", json={"messages": 3}) as answer:
             assert answer.status == 400
-        async with client.post(f"{url.replace('/e/', '/f/')}/chat/completions", json={"messages": []}) as answer:
+        async with client.post(f"{url.replace('/e-', '/f-')}/chat/completions", json={"messages": []}) as answer:
             assert answer.status == 404
         async with aiohttp.ClientSession() as stranger, stranger.post(f"{url}/chat/completions", json={}) as answer:
             assert answer.status == 401

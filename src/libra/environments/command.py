@@ -42,7 +42,7 @@ class CommandEnvironment:
     def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
         return split_of(self._tasks, split, count, seed)
 
-    def opened(self, url: str, key: str) -> AbstractAsyncContextManager[object]:
+    def opened(self, logs: Path) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def play(self, prompt: Prompt, seat: Seat) -> float:

@@ -20,9 +20,10 @@ SERVED_ATTRIBUTES = ("name", "turn_tokens")
 BUILT_IN = {
     "calculator": "libra.environments.calculator:Calculator",
     "command": "libra.environments.command:CommandEnvironment",
+    "openenv": "libra.environments.openenv:OpenEnvEnvironment",
     "verifiers": "libra.integrations.verifiers:VerifiersEnvironment",
 }
-_ALONE = ("calculator", "command")  # kinds that import nothing beside the configuration
+_ALONE = ("calculator", "command", "openenv")  # kinds that import nothing beside the configuration
 
 
 def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | ServedEnvironment:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from libra.config.run import ConfigError
@@ -36,9 +37,14 @@ def as_reward(value: object) -> float:
 class Seat:
     """The model as one episode has it."""
 
-    url: str  # base URL of OpenAI's API, for this episode alone
+    server: str  # base URL of OpenAI's API; a request says by X-Session-ID of which session it is
+    session: str  # of this attempt at the episode, and no other
     key: str  # bearer token
-    also_named: Callable[[str], None]  # requests to the common URL with this X-Session-ID are of this episode, too
+
+    @property
+    def url(self) -> str:
+        """Base URL of OpenAI's API for this episode alone, where requests need no X-Session-ID."""
+        return f"{self.server.removesuffix('/v1')}/{self.session}/v1"
 
 
 @runtime_checkable
@@ -60,9 +66,8 @@ class ServedEnvironment(Protocol):
         """`count` distinct prompts of `split` ("train" or "heldout"); no prompt is in both splits."""
         ...
 
-    def opened(self, url: str, key: str) -> AbstractAsyncContextManager[object]:
-        """Entered for the time in which episodes are played. `url`: the common base URL of OpenAI's API, where each
-        request has to say by its X-Session-ID of which episode it is."""
+    def opened(self, logs: Path) -> AbstractAsyncContextManager[object]:
+        """Entered for the time in which episodes are played. `logs`: the directory of the run's logs."""
         ...
 
     async def play(self, prompt: Prompt, seat: Seat) -> float:

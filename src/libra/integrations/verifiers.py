@@ -1,29 +1,34 @@
 """A taskset of verifiers as the environment of `libra run`: verifiers plays and scores, the run's engines answer.
 
-Invariant: one rollout of verifiers is one episode, with the sum of its weighted rewards. Its agent runs as a process of
-this machine unless the options name another runtime.
+Invariant: verifiers works in a process of its own (`verifiers_player.py`), so that the run's controller neither waits
+for it nor ends with it. When that process ends before the run, every episode under way fails at once.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from itertools import islice
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
 from typing import Any
-
-try:
-    import verifiers.v1 as vf
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}; pip install 'verifiers>=0.4,<0.5'") from None
-from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.runtimes import SubprocessConfig
-from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from libra.environments.protocol import Prompt
 from libra.environments.served import EpisodeFailedError, Seat, split_of
+from libra.exec.background import background
 
-_KEY = "LIBRA_EPISODE_KEY"  # verifiers reads keys from the environment only
+if find_spec("verifiers") is None:
+    raise ModuleNotFoundError("No module named 'verifiers'; pip install 'verifiers>=0.4,<0.5'")
+
+_END_SECONDS = 10.0  # from the order to end
+_SAID = 300  # characters of what it said last
 
 
 class VerifiersEnvironment:
@@ -34,46 +39,90 @@ class VerifiersEnvironment:
         self, id: str, env: Mapping[str, Any] | None = None, tasks: int | None = None, turn_tokens: int = 1024
     ) -> None:
         self.name, self.turn_tokens = id, turn_tokens
-        try:
-            self._env = load_environment(_config(id, env or {}))
-        except (ImportError, AttributeError) as error:  # of a module that is none, or has none
-            raise ValueError(f"{id}: {error}") from None
-        if tasks is None and not self._env.taskset.bounded:
-            raise ValueError(f"the taskset {id} has no end: give tasks, how many of them there are")
-        self._tasks = {f"{id}-{number}": task for number, task in enumerate(islice(self._env.taskset, tasks))}
-        self._model: Any = None
+        options = json.dumps({"path": sys.path, "id": id, "env": env or {}, "most": tasks})
+        self._command = [sys.executable, "-m", "libra.integrations.verifiers_player", options]
+        # Asked for nothing, it says how many tasks there are, and ends.
+        described = subprocess.run(self._command, input=b"", capture_output=True)
+        told = json.loads(described.stdout.partition(b"\n")[0] or "{}")
+        if "tasks" not in told:
+            raise ValueError(told.get("refused") or f"{id}: {_end(described.returncode, described.stderr)}")
+        self._tasks = {f"{id}-{number}": number for number in range(told["tasks"])}
+        self._player: _Player | None = None
 
     def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
         return split_of([Prompt(name, "", "") for name in self._tasks], split, count, seed)
 
     @asynccontextmanager
-    async def opened(self, url: str, key: str) -> AsyncIterator[None]:
-        os.environ[_KEY] = key
+    async def opened(self, logs: Path) -> AsyncIterator[None]:
+        log = logs / "verifiers.log"
+        with log.open("wb") as written:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=written,
+                start_new_session=True,  # so that all that it starts ends with it
+            )
+        self._player = _Player(process, log)
         try:
-            client = vf.EvalClientConfig(base_url=url, api_key_var=_KEY)
-            self._model = vf.ModelContext(model="policy", client=client)
-            async with self._env.serving():
-                yield
+            yield
         finally:
-            del os.environ[_KEY]
+            await self._player.end()
 
     async def play(self, prompt: Prompt, seat: Seat) -> float:
-        task = self._tasks[prompt.id]
-        # verifiers names each rollout by the id of its trace, in the header X-Session-ID of its requests.
-        episode = await self._env.run_episode(task, self._model, on_trace=lambda trace: seat.also_named(trace.id))
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        if not episode.ok:
-            raise EpisodeFailedError("; ".join(f"{error.type}: {error.message}" for error in errors) or "not completed")
-        return float(episode.traces[-1].reward)
+        assert self._player is not None
+        return await self._player.play(self._tasks[prompt.id], seat)
 
 
-def _config(id: str, env: Mapping[str, Any]) -> Any:
-    """Raises ValueError where more than one agent plays, since an episode has one reward here."""
-    config = resolve_env_config({**env, "taskset": {**env.get("taskset", {}), "id": id}})
-    roles = agent_config_fields(config)
-    if len(roles) != 1:
-        raise ValueError(f"{id} has the agents {', '.join(roles)}: give an environment with one")
-    [(name, role)] = roles.items()
-    if "runtime" in role.model_fields_set:
-        return config
-    return config.model_copy(update={name: role.model_copy(update={"runtime": SubprocessConfig()})})
+class _Player:
+    """The process, from its start to its end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._orders, self._answers, self._log = process, process.stdin, process.stdout, log
+        self._numbers = count()
+        self._asked: dict[int, asyncio.Future[float]] = {}
+        self._gone = ""  # once it has ended: how
+        self._listening = background(self._listen())
+
+    async def play(self, task: int, seat: Seat) -> float:
+        if self._gone:
+            raise EpisodeFailedError(self._gone)
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        order = {"number": number, "task": task, **asdict(seat)}
+        self._orders.write(json.dumps(order).encode() + b"\n")
+        try:
+            return await answer
+        finally:
+            del self._asked[number]
+
+    async def end(self) -> None:
+        self._orders.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._listening
+
+    async def _listen(self) -> None:
+        await self._answers.readline()  # how many tasks there are
+        while line := await self._answers.readline():
+            told = json.loads(line)
+            answer = self._asked.get(told["number"])
+            if answer is None or answer.done():
+                continue  # its episode was cancelled
+            if "reward" in told:
+                answer.set_result(told["reward"])
+            else:
+                answer.set_exception(EpisodeFailedError(told["failed"]))
+        self._gone = _end(await self._process.wait(), self._log.read_bytes())
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EpisodeFailedError(self._gone))
+
+
+def _end(code: int, said: bytes) -> str:
+    last = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+    return f"the process of verifiers ended with {code}: {last[-_SAID:]}"

@@ -49,7 +49,7 @@ class EpisodeServer:
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
-        self.url = ""  # base URL of all episodes, once it is open
+        self._url = ""  # base URL of all episodes, once it is open
         self._seated: dict[str, Conversation] = {}
 
     @classmethod
@@ -58,34 +58,28 @@ class EpisodeServer:
         server = cls()
         application = web.Application(client_max_size=EPISODES.body_bytes)
         application.router.add_post(_PATH, server._complete)
-        application.router.add_post("/{episode}" + _PATH, server._complete)
+        application.router.add_post("/{session}" + _PATH, server._complete)
         application.router.add_get("/v1/models", _models)
-        application.router.add_get("/{episode}/v1/models", _models)
+        application.router.add_get("/{session}/v1/models", _models)
         async with serving(application, "127.0.0.1", 0, EPISODES, server.key) as base:
-            server.url = f"{base}/v1"
+            server._url = f"{base}/v1"
             yield server
 
     @contextmanager
     def seated(self, id: str, conversation: Conversation) -> Iterator[Seat]:
         """Answer the requests of an episode while this is entered."""
-        names = [id]
-
-        def also_named(name: str) -> None:
-            names.append(name)
-            self._seated[name] = conversation
-
-        self._seated[id] = conversation
+        session = f"{id}-{secrets.token_hex(4)}"  # a client that an earlier attempt left behind has another
+        self._seated[session] = conversation
         try:
-            yield Seat(f"{self.url.removesuffix('/v1')}/{id}/v1", self.key, also_named)
+            yield Seat(self._url, session, self.key)
         finally:
-            for name in names:
-                self._seated.pop(name, None)
+            del self._seated[session]
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info.get("episode") or request.headers.get("X-Session-ID", "")
-        conversation = self._seated.get(str(name))
+        session = str(request.match_info.get("session") or request.headers.get("X-Session-ID", ""))
+        conversation = self._seated.get(session)
         if conversation is None:
-            raise RefusedRequest(f"no episode {name!r} is played: name one by the header X-Session-ID or the URL", 404)
+            raise RefusedRequest(f"no episode has session {session!r} now: URL or X-Session-ID name that of one", 404)
         try:
             body = decoded(_body, await body_of(request))
             reply = await conversation.reply(_asked(body))

@@ -58,7 +58,7 @@ async def run(
         MetricsEndpoint.open(config.metrics) as metrics,
         _launcher(config.cluster, directory / "logs") as launcher,
         MemoryWatch(launcher.processes) as memory,
-        _playing(environment) as server,
+        _playing(environment, directory / "logs") as server,
     ):
         progress = RunProgress(config.name, config.training.steps, display)
         if metrics.address is not None:
@@ -101,12 +101,12 @@ async def run(
 
 
 @asynccontextmanager
-async def _playing(environment: Environment | ServedEnvironment) -> AsyncIterator[EpisodeServer | None]:
+async def _playing(environment: Environment | ServedEnvironment, logs: Path) -> AsyncIterator[EpisodeServer | None]:
     """The server for the episodes of an environment that plays them itself."""
     if not isinstance(environment, ServedEnvironment):
         yield None
         return
-    async with EpisodeServer.open() as server, environment.opened(server.url, server.key):
+    async with EpisodeServer.open() as server, environment.opened(logs):
         yield server
 
 

@@ -81,9 +81,10 @@ class ServedRollout:
         try:
             given = await self._environment.play(prompt, seat)
         except Exception as error:
+            said = str(error) if isinstance(error, EpisodeFailedError) else f"{type(error).__name__}: {error}"
             if conversation.broken is not None:
                 raise conversation.broken from None
             if conversation.outgrown:
                 return 0.0
-            raise EpisodeFailedError(f"{type(error).__name__}: {error}") from error
+            raise EpisodeFailedError(said) from error
         return as_reward(given)
