@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -126,7 +127,7 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[R
                     config.seed,
                     model,
                     precision,
-                    kv_bytes_per_token(model, served_dtype(precision)),
+                    partial(kv_bytes_per_token, model, served_dtype(precision)),
                     version=0,
                     checkpoint=None,
                 ),

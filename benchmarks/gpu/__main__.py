@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.gpu.roles import roles
 from benchmarks.gpu.setting import DRY, Setting, on_gpu
 from benchmarks.gpu.sharded import sharded
 from benchmarks.gpu.whole_run import run
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row, never, report, write_rows
 from libra.backends.devices import gpu_names, inventory
 from libra.backends.machine import hardware_name
 
@@ -31,6 +32,9 @@ PARTS: dict[str, Callable[[Setting, Path], list[Row]]] = {
     "sharded": sharded,
     "calibrate": calibrated,
 }
+
+
+_LINES = 30  # of each log of a part that failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,15 +59,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hardware = f"{hardware_name()}, {gpu_names(gpus)}" if gpus else hardware_name()
     date = datetime.now(UTC).date().isoformat()
     print(f"{date}, {hardware}", flush=True)
-    rows: list[Row] = []
+    rows = [Row(f"{date}, {hardware}", "parts", len(options.parts or PARTS), "")]
     for part in options.parts or PARTS:
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f"libra-gpu-{part}-") as directory:
-            rows += PARTS[part](setting, Path(directory))
+        found = _made(part, setting)
+        report(found, None)
         print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
-    setting_row = Row(f"{date}, {hardware}", "parts", len(options.parts or PARTS), "")
-    report([setting_row, *rows], options.json)
+        rows += found
+        if options.json is not None:
+            write_rows(rows, options.json)  # after each part: the machine may be taken back in the next one
     return int(any(row.met is False for row in rows))
+
+
+def _made(part: str, setting: Setting) -> list[Row]:
+    """The rows of a part. One that fails shows the end of its workers' logs, and does not keep others from theirs."""
+    with tempfile.TemporaryDirectory(prefix=f"libra-gpu-{part}-") as directory:
+        try:
+            return PARTS[part](setting, Path(directory))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this part's result
+            traceback.print_exc()
+            for log in sorted(Path(directory).rglob("*.log")):
+                last = log.read_text(errors="replace").splitlines()[-_LINES:]
+                print(f"--- {log.name}", *last, sep="\n", file=sys.stderr)
+            return [never(part, "errors", [f"{type(error).__name__}: {error}"], "none is expected")]
 
 
 if __name__ == "__main__":

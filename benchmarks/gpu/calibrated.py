@@ -22,7 +22,7 @@ def calibrated(setting: Setting, directory: Path) -> list[Row]:
     """Run the command as a user does, and hold its rate of products against another one."""
     on_gpu, file = setting.gpu is not None, directory / "calibration.json"
     command = [sys.executable, "-m", "libra.cli.app", "calibrate", "-o", str(file), "--json"]
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": str(setting.gpu)} if on_gpu else {})}
+    environment = {**os.environ, **setting.environment}
     began = time.monotonic()
     done = subprocess.run(
         [*command, "--device", "cuda" if on_gpu else "cpu"], env=environment, capture_output=True, text=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from statistics import median
@@ -111,8 +112,9 @@ def product_flops(setting: Setting) -> float:
     """FLOP/s of a large matrix product in the arithmetic of training, on the device: the best of a few."""
     import torch
 
+    os.environ |= setting.environment
     on_gpu = setting.gpu is not None
-    device, dtype = (f"cuda:{setting.gpu}", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     torch.set_num_threads(1)  # as a CPU slot has
     size, seconds = _PRODUCT if on_gpu else _PRODUCT // 16, []
     one = torch.randn(size, size, device=device, dtype=dtype)
@@ -135,8 +137,9 @@ def _weights(setting: Setting) -> list[Row]:
 
     from libra.backends.transport.shared_memory import WeightBuffer, create_buffer, device_hash, make_layout
 
+    os.environ |= setting.environment
     on_gpu = setting.gpu is not None
-    device = torch.device(f"cuda:{setting.gpu}" if on_gpu else "cpu")
+    device = torch.device("cuda" if on_gpu else "cpu")
     layout, size = make_layout([("w", (setting.buffer // 2,))], "bfloat16")
     buffer = WeightBuffer(create_buffer(), size)
     if on_gpu:

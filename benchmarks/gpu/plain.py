@@ -15,7 +15,7 @@ from libra.backends.machine import served_dtype
 def plain_rate(setting: Setting, model: Path, kv_cache_bytes: int, turns: int) -> float:
     """Tokens a second with `turns` turns at once. The calling process cannot be used for anything else afterwards."""
     on_gpu = setting.gpu is not None
-    os.environ |= GPU_WORKER_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": str(setting.gpu)} if on_gpu else WORKER_ENVIRONMENT
+    os.environ |= {**(GPU_WORKER_ENVIRONMENT if on_gpu else WORKER_ENVIRONMENT), **setting.environment}
     from vllm import LLM, SamplingParams
 
     engine = LLM(

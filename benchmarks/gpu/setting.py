@@ -38,6 +38,11 @@ class Setting:
     second: str | None = None  # index of another GPU, among which and the first a model is divided
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of a process that computes on the GPU, and sees no other."""
+        return {} if self.gpu is None else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": self.gpu}
+
+    @property
     def precision(self) -> Precision:
         return "fp32" if self.gpu is None else "bf16"
 
@@ -62,7 +67,7 @@ class Setting:
     def train_order(self, model: Path, link: WorkerLink, share: float, processes: int = 1) -> StartTrainer:
         training = TrainingConfig(
             steps=1,
-            micro_batch_tokens=8 * self.context,
+            micro_batch_tokens=4 * self.context,  # beyond, logits of a large vocabulary take most of half a GPU
             processes=processes,
             sharding="none" if processes == 1 else "fsdp2",
         )

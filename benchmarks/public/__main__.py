@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.command import command_line
 from benchmarks.public.case import CaseGroup
-from benchmarks.public.memory import memory_group
+from benchmarks.public.memory import memory_groups
 from benchmarks.public.pace import pace_groups
 from benchmarks.public.parameters import parameters_group
 from benchmarks.public.training import training_groups
@@ -25,7 +25,7 @@ def main() -> None:
     given = parser.parse_args()
     groups = training_groups()
     readers: Mapping[str, Callable[[Path], Sequence[CaseGroup]]] = {
-        "memory": lambda folder: [memory_group(folder)],
+        "memory": memory_groups,
         "throughput": pace_groups,
         "models": lambda folder: [parameters_group(folder)],
     }

@@ -1,7 +1,7 @@
 """Seconds a token of engines beside what was measured on them.
 
 Invariant: a case is a file of engines and a log, simulated as `libra simulate` does. The hosts of the sources are not
-known: a row is priced with the host that its file names, and beside it, with `fast`, a host of 0.7 of that time.
+known: a row is priced with the host that its file names, and beside it, with `fast`, a host of 0.8 of that time.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import yaml
-
-from benchmarks.public.case import CaseGroup, PublicCase
-from libra.sim.engines_file import load_engines
+from benchmarks.public.case import CaseGroup, PublicCase, engines_with
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate
 from libra.sim.workload.replay import Replay
@@ -54,14 +50,7 @@ def _cases(folder: Path, host: str | None) -> Iterator[PublicCase]:
 
 
 def _milliseconds(folder: Path, run: _Run, host: str | None) -> float:
-    described = yaml.safe_load((folder / f"{run.engines}.yaml").read_text(encoding="utf-8"))
-    if host is not None:
-        for engine in described["engines"]:
-            engine["host"] = host
-    with TemporaryDirectory() as made:
-        path = Path(made) / "engines.yaml"
-        path.write_text(yaml.safe_dump(described), encoding="utf-8")
-        deployment = load_engines(path)
+    deployment = engines_with(folder / f"{run.engines}.yaml", **({} if host is None else {"host": host}))
     log = list(read_trajectories(folder / f"{run.log}.jsonl"))
     found = metrics_of(simulate(deployment.engines, Replay(log, concurrency=run.concurrency), deployment.route)).tpot
     assert found is not None

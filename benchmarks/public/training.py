@@ -6,12 +6,18 @@ passes that reinforcement learning adds. What a layout of Libra's cannot express
 Experts are routed as by the source's benchmark, which decides what is exchanged. Beside tensor parallelism they are
 whole, as in the recipes of Megatron Bridge. MXFP8 is priced as FP8 with one scale a tensor.
 
+Dense models of Megatron Bridge overlap tensor-parallel exchanges with products (`tp_comm_overlap`, by the recipes in
+scripts/performance/configs/llama). That needs tensors of one shape (docs/performance-guide.md), which batches of
+trajectories are not, so Libra charges them; the note says how much that is. Its experts on H100 do not overlap.
+
 `RELEASE` is what one release of Megatron Bridge published in FP8, MXFP8 and bf16, but for hybrid models, whatever its
-error: `ROWS` were chosen, and these were not. `ADAPTERS` train low-rank adapters.
+error: `ROWS` were chosen, and these were not. `ABOVE` used more of an H100 than Libra's ceiling. `ADAPTERS` train
+low-rank adapters.
 
 Sources: the performance summaries of NeMo AutoModel (docs/performance-summary.mdx) and of Megatron Bridge
-(docs/performance-summary-archive.md, containers 25.09 to 26.06), and torchtitan's benchmarks
-(benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md of 2024).
+(docs/performance-summary-archive.md, containers 25.09 to 26.06), torchtitan's benchmarks
+(benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md of 2024), and NVIDIA's dgxc-benchmarking
+(nemotron4-15b and nemotron4-340b, README.md of 2025).
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from libra.cost.adapters import training_bytes
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_passes import Work
-from libra.cost.train_step import train_step
+from libra.cost.train_step import TrainStep, train_step
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPU, GPUS, NodeClass
 from libra.hardware.decoder import decoder
@@ -59,6 +65,7 @@ class PublishedRate:
     fitted: bool = False  # one that a constant of its price was fitted to
     dtype: Dtype = "bf16"  # of the products
     targets: Literal["all", "attention"] | None = None  # of low-rank adapters (LoRA) of `_RANK`; None: all is trained
+    overlapped: bool = False  # its tensor-parallel exchanges run beside products
 
     @property
     def name(self) -> str:
@@ -109,7 +116,7 @@ _K2 = decoder(
 )
 _Q7, _Q32 = map(load_model, ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B"))
 _RANK = 16
-_AUTO, _BRIDGE, _TITAN = "NeMo AutoModel", "Megatron Bridge", "torchtitan"
+_AUTO, _BRIDGE, _TITAN, _DGXC = "NeMo AutoModel", "Megatron Bridge", "torchtitan", "dgxc-benchmarking"
 _H100, _A100 = GPUS["H100"], GPUS["A100"]
 
 
@@ -137,8 +144,13 @@ def _bridge(
     if sharded:
         at = replace(at, sharding="zero3")
     balanced = _even(model) if model.experts else model
+    overlapped = not model.experts and at.tp > 1
+    source = f"{_BRIDGE} {release}"
     return PublishedRate(
-        f"{_BRIDGE} {release}", balanced, GPUS[gpu], batch, length, rate, at, fitted=fitted, dtype=dtype
+        *(source, balanced, GPUS[gpu], batch, length, rate, at),
+        fitted=fitted,
+        dtype=dtype,
+        overlapped=overlapped,
     )
 
 
@@ -213,7 +225,27 @@ def _adapted(model: ModelSpec, rate: float, dp: int, tp: int = 1) -> PublishedRa
 
 
 def _adapted_fp8(gpu: str, rate: float, **layout: Any) -> PublishedRate:
-    return replace(_bridge("26.06", _L70, 32, rate, 20, gpu, **layout), targets="attention")
+    return replace(_bridge("26.06", _L70, 32, rate, 20, gpu, **layout), targets="attention", overlapped=False)
+
+
+def _nemotron(model: ModelSpec, batch: int, seconds: float, layout: ParallelLayout) -> PublishedRate:
+    """A step of `seconds` in bf16 on H100, of sequences of 4,096 tokens; its MLPs are not gated."""
+    kinds = tuple(replace(it, mlp=replace(it.dense, gated=False)) for it in model.kinds if it.dense)
+    rate = batch * 4096 / seconds / layout.devices
+    return PublishedRate(_DGXC, replace(model, kinds=kinds), _H100, batch, 4096, rate, layout, overlapped=True)
+
+
+# nvidia/Nemotron-4-15B and 340B, by the shapes in the source.
+ABOVE: Sequence[PublishedRate] = (
+    _nemotron(
+        decoder("Nemotron-4-15B", 32, 6144, 48, 8, 128, 24576, 256000, False, 4096),
+        *(256, 2.693, _layout(tp=2, dp=32, micro=2 * 4096)),
+    ),
+    _nemotron(
+        decoder("Nemotron-4-340B", 96, 18432, 96, 8, 192, 73728, 256000, False, 4096),
+        *(64, 4.31, _layout(tp=8, pp=8, dp=4, virtual=12)),
+    ),
+)
 
 
 ADAPTERS: Sequence[PublishedRate] = (
@@ -230,18 +262,23 @@ ADAPTERS: Sequence[PublishedRate] = (
 
 
 def training_groups() -> list[CaseGroup]:
-    named = (("training", ROWS), ("training, all of a release", RELEASE), ("training of adapters", ADAPTERS))
+    named = (
+        ("training", ROWS),
+        ("training, all of a release", RELEASE),
+        ("training, above the ceiling", ABOVE),
+        ("training of adapters", ADAPTERS),
+    )
     return [CaseGroup(name, "tokens/s a GPU", [_case(row) for row in rows]) for name, rows in named]
 
 
 def priced_rate(row: PublishedRate) -> float:
     """Tokens/s a GPU by Libra's price of the row's layout."""
     every = replace(row.layout, recompute="full")
-    seconds = fmean(_seconds(row, layout) for layout in ((row.layout, every) if row.halved else (row.layout,)))
+    seconds = fmean(_step(row, layout).total for layout in ((row.layout, every) if row.halved else (row.layout,)))
     return row.batch * row.length / seconds / row.layout.devices
 
 
-def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
+def _step(row: PublishedRate, layout: ParallelLayout) -> TrainStep:
     size = 64 if row.gpu.name in ("GB200", "GB300") else 8  # of the 72 of a rack, layouts use 64
     nodes = NodeClass("node", max(1, layout.devices // size), size, row.gpu, row.gpu.link, size / 8 * _NETWORK)
     batch = Batch((float(row.length),), (float(row.batch),))
@@ -258,12 +295,15 @@ def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
     work = Work(
         row.model, batch, training_bytes(recipe, row.model), "none", row.gpu, rates, fabric(nodes), old_policy=False
     )
-    return train_step(work, layout).total
+    return train_step(work, layout)
 
 
 def _case(row: PublishedRate) -> PublicCase:
     bar = EXPERTS if row.model.experts else DENSE
     words = [row.note] if row.note else []
+    if row.overlapped:
+        step = _step(row, row.layout)
+        words.append(f"{step.communication / step.total:.0%} of it are exchanges, which the source overlaps")
     if row.fitted:
         words.append("fitted to")
     return PublicCase(row.name, row.rate, priced_rate(row), bar, "; ".join(words))

@@ -52,6 +52,17 @@ def test_a_broken_driver_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         slot_devices(ClusterConfig(device="cuda"))
 
 
+def test_what_the_tool_does_not_know_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no memory of its own to tell of a GPU that shares the processor's, and no process of another container."""
+    shared = FakeGpu("NVIDIA GB10", "[N/A]", "12.1")
+    for name, value in fake_driver(tmp_path, [shared]).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"cluster\.device: nvidia-smi does not say what is asked of a GPU: .*N/A"):
+        slot_devices(ClusterConfig(device="cuda"))
+    hidden = FakeGpu(H100.name, H100.memory, H100.capability, users=("[N/A]",))
+    assert [each.users for each in inventory(fake_driver(tmp_path, [hidden, H100]))] == [(0,), ()]
+
+
 def test_shares_are_spread_over_gpus() -> None:
     found = placed([gpu(0), gpu(1)], 4, 0.45, 1)
     assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in found] == ["0", "1", "0", "1"]

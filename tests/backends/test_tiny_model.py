@@ -27,3 +27,9 @@ PLAIN = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
 def test_bytes_of_a_token(config: dict[str, Any], dtype: Dtype, wanted: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert kv_bytes_per_token(tmp_path, dtype) == wanted
+
+
+@pytest.mark.parametrize(("gpus", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_a_gpu_holds_its_heads_and_one_at_least(gpus: int, heads: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    assert kv_bytes_per_token(tmp_path, "bfloat16", gpus) == 2 * 2 * 3 * heads * 16

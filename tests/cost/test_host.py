@@ -10,6 +10,8 @@ from libra.cost.graphs import CudagraphMode, capture_sizes, graph_of, padded
 from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.host import NAMED_HOSTS, NO_HOST, HostCost, default_host, named_host
 from libra.cost.kernels import NO_TERMS, KernelTerms, default_terms
+from libra.cost.sources.profiles import host_part
+from libra.hardware.model_file import load_model
 
 GRID = EngineGrid(1, (1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)), (1, 2), (0, 1), ((1.0, 1.0), (2.0, 2.0)))
 PROFILE = EngineProfile("H100", "model", "bf16", "roofline", (GRID,))
@@ -69,6 +71,16 @@ def test_launching_grows_with_the_layers_and_nothing_else_does() -> None:
     assert default_terms(20).longest == pytest.approx(2 * default_terms(10).longest)
 
 
+def test_layers_without_norms_of_queries_and_keys_launch_two_of_twelve_operations_less() -> None:
+    normed, half, plain = default_host(12), default_host(12, plain=6), named_host("default", 12, plain=12)
+    assert [half.eager, plain.eager] == pytest.approx([11 / 12 * normed.eager, 10 / 12 * normed.eager])
+    assert replace(plain, eager=normed.eager) == normed
+    found = {
+        name: host_part("default", load_model(name), print) for name in ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B")
+    }
+    assert [it[0] for it in found.values() if it is not None] == [default_host(36), default_host(32, plain=32)]
+
+
 @pytest.mark.parametrize("field", ["iteration", "request", "admission", "cached_token", "piecewise", "eager"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_seconds_of_a_host_are_finite_and_not_negative(field: str, value: float) -> None:
@@ -102,5 +114,5 @@ def test_a_named_host_is_the_default_one_with_other_seconds() -> None:
     assert named_host("default", 36) == default_host(36)
     assert set(NAMED_HOSTS) == {"default", "fast"}
     fast, usual = named_host("fast", 36), default_host(36)
-    assert fast == replace(usual.slowed(0.7), source="fast: 0.7 of the default host's seconds")
-    assert fast.eager == pytest.approx(0.7 * usual.eager) and fast.overlapped == usual.overlapped
+    assert fast == replace(usual.slowed(0.8), source="fast: 0.8 of the default host's seconds")
+    assert fast.eager == pytest.approx(0.8 * usual.eager) and fast.overlapped == usual.overlapped

@@ -11,9 +11,9 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class FakeGpu:
     name: str
-    memory: int  # MiB
+    memory: int | str  # MiB
     capability: str
-    users: tuple[int, ...] = ()
+    users: tuple[int | str, ...] = ()
 
 
 def fake_driver(directory: Path, gpus: Sequence[FakeGpu], error: str = "") -> dict[str, str]:

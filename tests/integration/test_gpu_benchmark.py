@@ -41,3 +41,23 @@ def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
+
+
+def test_a_part_that_fails_keeps_no_other_from_its_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from benchmarks.gpu import __main__ as command
+    from benchmarks.gpu.setting import Setting
+    from benchmarks.rows import Row
+
+    def broken(setting: Setting, directory: Path) -> list[Row]:
+        (directory / "worker.log").write_text("out of memory")
+        raise RuntimeError("worker is lost")
+
+    parts = {"broken": broken, "whole": lambda *_: [Row("whole", "rows", 1, "")]}
+    monkeypatch.setattr(command, "PARTS", parts)
+    found = tmp_path / "rows.jsonl"
+    assert command.main(["--dry-run", "--json", str(found)]) == 1
+    rows = [json.loads(line) for line in found.read_text().splitlines()]
+    assert [(row["case"], row.get("met")) for row in rows[1:]] == [("broken", False), ("whole", None)]
+    assert "worker is lost" in rows[1]["note"] and "--- worker.log\nout of memory" in capsys.readouterr().err

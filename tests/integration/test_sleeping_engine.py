@@ -75,6 +75,7 @@ def gap(name, version):
     wanted = [float(scores[len(prompt) - 1 + at, token]) for at, (token, _) in enumerate(made)]
     return max(abs(one - other) for one, (_, other) in zip(wanted, made, strict=True))
 
+engine.warm_up()
 gaps, refused = [gap("first", 0)], 0
 engine.add(Generate("under way", prompt, 24, 1.0, -1, 0))
 try:

@@ -95,7 +95,7 @@ class Made:
                     seed=0,
                     model=directory,
                     precision="fp32",
-                    kv_bytes=16,
+                    kv_bytes=lambda gpus: 16 // gpus,
                     version=4,
                     checkpoint=checkpoint,
                     loans=loans or {},
@@ -179,6 +179,19 @@ async def test_a_model_that_is_no_numbers_is_told(tmp_path: Path) -> None:
     finally:
         await made.executor.stop()
         made.journal.close()
+
+
+async def test_a_checkpoint_that_is_no_numbers_is_set_aside(tmp_path: Path, checkpoint: Path) -> None:
+    """Were it left, the next `--resume` would find it again, and not the one before it."""
+    made = Made(tmp_path, checkpoint)
+    made.launcher.prepared = {"core-0": {Publish: Published(4, 7, "its largest weight is nan")}}
+    try:
+        with pytest.raises(DivergedError, match=r"checkpoint-4 is damaged: .* nan; it is now checkpoint-4\.damaged"):
+            await made.executor.start(FIRST)
+    finally:
+        await made.executor.stop()
+        made.journal.close()
+    assert not checkpoint.exists() and (tmp_path / "checkpoint-4.damaged" / "model.safetensors").read_text() == "4"
 
 
 async def test_no_step_is_allowed_for_until_a_core_trains(tmp_path: Path) -> None:
@@ -432,7 +445,7 @@ async def test_what_overstays_is_failed_by_the_watch(made: Made, monkeypatch: py
     made.launcher.prepared["hybrid-0"] = {StartEngine: never}
     applied = await made.apply(LONGER)
     [moved] = applied.moves
-    assert (moved.outcome, moved.why) == ("undone", "it was joining for more than 1680 s")
+    assert (moved.outcome, moved.why) == ("undone", "it was joining for more than 2160 s")
 
 
 async def test_a_restart_is_a_move_to_the_same_duty(made: Made) -> None:

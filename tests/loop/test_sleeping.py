@@ -36,7 +36,7 @@ class Made:
         self.launcher, self.told = MadeLauncher(), Told()
         self.launcher.device = device
         engines = {name: ShapeConfig(**{**dict(it), "sleeps": sleeps}) for name, it in CONFIG.engines.items()}
-        settings = WorkerSettings(CONFIG.training, engines, 0.45, 0, 0, directory, "fp32", 16, 4, None)
+        settings = WorkerSettings(CONFIG.training, engines, 0.45, 0, 0, directory, "fp32", lambda gpus: 16, 4, None)
         self.journal = Journal(directory / "journal.jsonl")
         fleet, pool = ServingFleet(FirstInstance(), FIRST), make_pool(1, 1, 2)
         processes = SlotProcesses(self.launcher, pool, fleet, settings, self.journal, self.told)
@@ -93,6 +93,19 @@ async def test_one_that_dies_in_its_sleep_is_no_loss(tmp_path: Path) -> None:
         engine.die()
         await engine.gone.wait()
         await asyncio.sleep(0)
+        await made.become(LONGER)
+        assert kinds(made.launcher.workers["hybrid-0"]) == [StartEngine, LoadWeights]
+        assert made.told.losses == []
+
+
+@pytest.mark.parametrize("answer", [Failure("Memory usage increased after sleeping."), None], ids=["fails", "dies"])
+async def test_one_that_cannot_sleep_is_ended(tmp_path: Path, answer: Any) -> None:
+    async with session(tmp_path) as made:
+        engine = await made.engine_in_hybrid()
+        engine.instead[Sleep] = answer
+        await made.become(FIRST)
+        assert engine.gone.is_set()
+        assert made.executor.processes.trainers.names() == ("core-0", "hybrid-0")
         await made.become(LONGER)
         assert kinds(made.launcher.workers["hybrid-0"]) == [StartEngine, LoadWeights]
         assert made.told.losses == []

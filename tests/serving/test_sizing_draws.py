@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from libra.serving.draws import ANSWER_DRIFT, PROMPT_DRIFT, draws, drift_of
+from libra.serving.draws import ANSWER_DRIFT, GAP_DRIFT, PROMPT_DRIFT, draws, drift_of, raised
 from libra.serving.holding import checked, held_rate
 from libra.serving.ladder import Asking
 from libra.serving.menu import MenuFile, ServingMenu
@@ -19,19 +19,33 @@ ONE = ServingMenu(MenuFile(nodes=("h100",), tensor_parallel_size=(1,), max_num_s
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_draw_raises_one_mean(seed: int) -> None:
+def test_a_draw_raises_one_mean_and_the_rate(seed: int) -> None:
     generator = np.random.default_rng(seed)
-    lengths = generator.lognormal(5, 1, (2, 300)).astype(int) + 1
-    record = tuple(RecordedRequest(it * 10**11, p, o) for it, (p, o) in enumerate(lengths.T.tolist()))
+    lengths = generator.lognormal(5, 0.7, (2, 900)).astype(int) + 1
+    arrivals = (generator.exponential(1e11, 900).cumsum() + 5e12).astype(int).tolist()
+    record = tuple(RecordedRequest(at, p, o) for at, (p, o) in zip(arrivals, lengths.T.tolist(), strict=True))
     made = draws(record)
     assert made == draws(tuple(record)) and [it.name for it in made] == ["longer prompts", "longer answers"]
     for draw, of, prior in zip(made, (0, 1), (PROMPT_DRIFT, ANSWER_DRIFT), strict=True):
         drawn = [(it.prompt_tokens, it.output_tokens)[of] for it in draw.requests]
-        raised = 1 + 2 * drift_of(lengths[of].astype(float), prior)
-        assert np.mean(drawn) / lengths[of].mean() == pytest.approx(raised, rel=0.05)
-        assert [it.arrival for it in draw.requests] == [it.arrival for it in record]
+        longer, denser = raised(lengths[of].astype(float), prior, np.diff(arrivals))
+        assert np.mean(drawn) / lengths[of].mean() == pytest.approx(longer, rel=0.05)
+        gap = np.diff([it.arrival for it in draw.requests]).mean()
+        assert np.diff(arrivals).mean() / gap == pytest.approx(denser, rel=1e-6) and draw.density == denser
         known = {(it.prompt_tokens, it.output_tokens) for it in record}
         assert {(it.prompt_tokens, it.output_tokens) for it in draw.requests} <= known
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_direction_raises_the_load_more(seed: int) -> None:
+    """By the first order of the load, over all directions of three standard deviations."""
+    generator = np.random.default_rng(seed)
+    lengths, gaps = generator.lognormal(5, 1, 2500), generator.exponential(1.0, 2499)
+    longer, denser = raised(lengths, PROMPT_DRIFT, gaps)
+    angle = np.linspace(0, np.pi / 2, 10_001)
+    another = drift_of(lengths, PROMPT_DRIFT) * np.sqrt(1 + 1000 / 3500)
+    load = 3 * (another * np.cos(angle) + drift_of(gaps, GAP_DRIFT) * np.sin(angle))
+    assert longer + denser - 2 == pytest.approx(load.max(), rel=1e-6)
 
 
 def test_a_request_that_is_drawn_again_has_a_prefix_of_its_own() -> None:

@@ -82,7 +82,7 @@ def test_groups_and_blocks_are_vllms(tmp_path: Path) -> None:
             (kinds[type(it)], it.block_size, getattr(it, "sliding_window", None) or 0) for it in specs
         ]
         model = load_model(tmp_path / "config.json")
-        memory = gpu_of("h100", "gpu").usable * 0.9 - held_bytes(model, tp, batched_tokens=8192, seqs=256)
+        memory = gpu_of("h100", "gpu").usable * 0.9 - held_bytes(model, tp, batched_tokens=8192, seqs=1024)
         assert ours.kv_blocks == get_kv_cache_config_from_groups(config, groups, int(memory)).num_blocks - 1
 
 

@@ -42,7 +42,8 @@ def load(tmp_path: Path, *engines: dict[str, Any], **keys: object) -> Deployment
 
 def test_defaults_are_those_of_an_engine(tmp_path: Path) -> None:
     defaults = {field.name: field.default for field in fields(EngineConfig) if field.default is not MISSING}
-    del defaults["num_reserved_decode_tokens"]  # None in a file: it goes by how KV is transferred
+    for name in ("num_reserved_decode_tokens", "max_num_seqs"):  # None in a file: by how KV is transferred, by the GPU
+        del defaults[name]
     assert {name: EngineSection.model_fields[name].default for name in defaults} == defaults
     found = load(tmp_path)
     assert (found.route, found.sticky, found.limits, found.turn_tokens) == (DEFAULT_ROUTE, True, None, 1)
@@ -52,7 +53,7 @@ def test_defaults_are_those_of_an_engine(tmp_path: Path) -> None:
 def test_memory_and_length_are_the_gpus_and_the_models(tmp_path: Path) -> None:
     (engine,) = load(tmp_path).engines
     model = load_model(SMALL["model"])
-    tokens = kv_tokens(model, GPUS["H100"].usable, 0.9, 1, batched_tokens=8192, seqs=256)
+    tokens = kv_tokens(model, GPUS["H100"].usable, 0.9, 1, batched_tokens=8192, seqs=1024)
     assert engine.config.kv_blocks == tokens // 16 - 1
     assert engine.config.max_model_len == model.max_context
     (narrow,) = load(tmp_path, {"quantization": "fp8"}).engines
@@ -63,6 +64,34 @@ def test_memory_and_length_are_the_gpus_and_the_models(tmp_path: Path) -> None:
     (staged,) = load(tmp_path, {"pipeline_parallel_size": 2}).engines
     assert staged.config.pipeline_parallel_size == 2
     assert staged.config.kv_blocks > 2 * engine.config.kv_blocks
+
+
+def test_the_gpu_decides_how_many_requests_are_in_a_batch(tmp_path: Path) -> None:
+    gpus = ("H100", "H20", "B200", "A800", "A100", "A100-40GB", "L40S", "RTX 4090")
+    found = [load(tmp_path, {"gpu": gpu}).engines[0].config.max_num_seqs for gpu in gpus]
+    assert found == [1024, 1024, 1024, 1024, 256, 256, 256, 256]
+    (few,) = load(tmp_path, {"max_num_batched_tokens": 512}).engines
+    assert few.config.max_num_seqs == 512
+
+
+def test_the_version_decides_what_the_profiling_run_sets_aside(tmp_path: Path) -> None:
+    def bytes_of(version: str, **keys: object) -> float:
+        (engine,) = load(tmp_path, {"vllm_version": version, **keys}).engines
+        return engine.config.kv_blocks * 16 * engine.kv_bytes
+
+    today, graphs = bytes_of("0.32.0"), 0.76 * 2**30
+    (unsaid,) = load(tmp_path).engines
+    assert today == unsaid.config.kv_blocks * 16 * unsaid.kv_bytes
+    page = 16 * unsaid.kv_bytes
+    assert bytes_of("0.21") == today
+    assert bytes_of("0.20.1rc1") == pytest.approx(today + graphs, abs=page)
+    assert bytes_of("0.17.0", enforce_eager=True) == pytest.approx(today + graphs, abs=page)
+    model = load_model(SMALL["model"])
+    sorting = 2 * 8192 * model.hidden + 1024 * model.vocab * 44
+    summed = 8192 * 2 * (2 * model.hidden + 3 * model.intermediate) + 1024 * model.vocab * 14
+    assert bytes_of("0.16.0") == pytest.approx(today + graphs + summed - sorting, abs=page)
+    with pytest.raises(ConfigError, match=r"engines\.0\.vllm_version is 'v0\.9': give it as vLLM does"):
+        bytes_of("v0.9")
 
 
 def test_times_are_those_of_the_profile(tmp_path: Path) -> None:
@@ -330,7 +359,7 @@ def test_attention_ranks_are_a_group_with_the_memory_that_experts_leave(tmp_path
     assert [it.name for it in ranks] == ["one-0", "one-1", "one-2", "one-3"]
     assert {it.group.name for it in ranks if it.group is not None} == {"one"} and len({it.group for it in ranks}) == 1
     model = load_model(MOE)
-    tokens = kv_tokens(model, GPUS["H100"].usable, 0.9, 1, batched_tokens=2048, routed=False, seqs=256)
+    tokens = kv_tokens(model, GPUS["H100"].usable, 0.9, 1, batched_tokens=2048, routed=False, seqs=1024)
     assert ranks[0].config.kv_blocks == tokens // 16 - 1
     assert ranks[0].devices == 1 and ranks[0].kv_bytes == model.kv_bytes_per_token(2)
     two = apart(tmp_path, count=2).engines
@@ -459,7 +488,7 @@ def test_a_gpu_and_its_node_may_be_described_as_in_a_cluster_file(tmp_path: Path
         return base
 
     (engine,) = load(tmp_path, {"gpu": OWN}).engines
-    tokens = kv_tokens(load_model(SMALL["model"]), 0.987 * 80e9, 0.9, 1, batched_tokens=8192, seqs=256)
+    tokens = kv_tokens(load_model(SMALL["model"]), 0.987 * 80e9, 0.9, 1, batched_tokens=8192, seqs=1024)
     assert engine.config.kv_blocks == tokens // 16 - 1
     assert decode_seconds(node={**NODE, "intra_bandwidth": "450 GB/s"}) == decode_seconds(node=NODE) == decode_seconds()
     assert decode_seconds(node={**NODE, "intra_bandwidth": "25 GB/s"}) > decode_seconds()

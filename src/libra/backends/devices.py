@@ -61,13 +61,16 @@ def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     if shutil.which(_TOOL, path=environment.get("PATH")) is None:
         return ()
     users: dict[str, list[int]] = {}
-    for uuid, pid in _query("--query-compute-apps=gpu_uuid,pid", environment):
-        users.setdefault(uuid, []).append(int(pid))
     gpus = []
-    for index, uuid, name, memory, capability, driver in _query(f"--query-gpu={_FIELDS}", environment):
-        major, minor = capability.split(".")
-        own = tuple(users.get(uuid, ()))
-        gpus.append(Gpu(int(index), uuid, name, int(memory) * _MIB, (int(major), int(minor)), driver, own))
+    try:
+        for uuid, *pid in _query("--query-compute-apps=gpu_uuid,pid", environment):
+            users.setdefault(uuid, []).append(int(pid[0]) if pid and pid[0].isdigit() else 0)  # 0: it is not said
+        for index, uuid, name, memory, capability, driver in _query(f"--query-gpu={_FIELDS}", environment):
+            major, minor = capability.split(".")
+            own = tuple(users.get(uuid, ()))
+            gpus.append(Gpu(int(index), uuid, name, int(memory) * _MIB, (int(major), int(minor)), driver, own))
+    except ValueError as error:  # such as [N/A] for the memory of a GPU that shares the processor's
+        raise DeviceError(f"{_TOOL} does not say what is asked of a GPU: {error}") from None
     return tuple(_visible(gpus, environment.get("CUDA_VISIBLE_DEVICES")))
 
 

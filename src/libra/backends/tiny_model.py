@@ -71,12 +71,13 @@ class TokenizerCodec:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
-def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int:
-    """Bytes of one token's keys and values of `dtype` in all layers, from `config.json`."""
+def kv_bytes_per_token(directory: Path, dtype: Dtype, gpus: int = 1) -> int:
+    """Bytes of one token's keys and values of `dtype` in all layers, from `config.json`: on each of the `gpus` among
+    which an engine divides the heads. Each has one at least."""
     config = _config(directory)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return DTYPE_BYTES[dtype] * 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim)
+    return DTYPE_BYTES[dtype] * 2 * int(config["num_hidden_layers"]) * max(1, int(heads) // gpus) * int(head_dim)
 
 
 def vocabulary(directory: Path) -> int:

@@ -8,6 +8,9 @@ are fitted to logs: see `_EAGER` and below. `python -m benchmarks.public` compar
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from libra.cost.quantization import AS_STORED, Quantization
 from libra.hardware.model import ModelSpec
 
@@ -19,13 +22,35 @@ SAMPLED = 1024  # sequences whose logits are in memory together: vLLM's default 
 _GIB = 2.0**30
 # Bytes of one logit in vLLM's sampler: bf16, fp32, probabilities and the noise that they are drawn with.
 _LOGIT = 2 + 4 + 4 + 4
+# Where the sampler sorts (`Profiling`): bf16, and 42 for fp32, sorted values, indices and what the sort works on. The
+# profiling run of 1,024 sequences on an H100 took 58,928 tokens of opt-125m more when it began to sample (vllm#13594).
+_SORTED = 2 + 42
 # Fitted to five public logs: Llama-3.1-8B on A100-40GB without graphs (KV 157,936 tokens) gives the first constant,
 # Qwen3-14B AWQ on L40S (190,672), Llama-3.3-70B FP8 on H100 (33,504) and Llama-3.1-8B on RTX 3090 (30,960) the second,
-# Llama-3.1-70B on eight A100-40GB (426,639) the third.
+# Llama-3.1-70B on eight A100-40GB (426,639) the third. The 3090's and the last are of versions that sorted logits and
+# counted no graphs (`Profiling`), which is about as much for 256 sequences.
 _EAGER = 0.06 * _GIB  # what PyTorch does not free, without graphs
 _GRAPHS = 0.76 * _GIB  # captured CUDA graphs
 _PEER = 0.16 * _GIB  # buffers of NCCL and of all-reduce, for each further device of the tensor-parallel group
 _CHUNK = 32_768  # tokens that go through fused experts at once: VLLM_FUSED_MOE_CHUNK_SIZE of older vLLM; 0.32 has none
+
+
+@dataclass(frozen=True, slots=True)
+class Profiling:
+    """The profiling run of a version of vLLM, in what versions set aside differently."""
+
+    sorts: bool = False  # the sampler sorts all logits, after the activations are freed: the larger of both counts
+    graphs: bool = True  # captured graphs; before, they went beyond `gpu_memory_utilization`
+
+    @classmethod
+    def of(cls, version: str) -> Profiling:
+        """The run of a version such as `0.9.2`. 0.17 has a sampler that does not sort (vllm#33538), and 0.21 counts
+        graphs by default (vllm#38284). Raises ValueError where it is no version."""
+        found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
+        if found is None:
+            raise ValueError(f"vllm_version is {version!r}: give it as vLLM does, such as 0.9.2")
+        release = (int(found[1]), int(found[2]))
+        return cls(sorts=release < (0, 17), graphs=release >= (0, 21))
 
 
 def kv_tokens(
@@ -43,6 +68,7 @@ def kv_tokens(
     seqs: int = SAMPLED,
     graphs: bool = True,
     context: float | None = None,
+    profiling: Profiling = Profiling(),
 ) -> int:
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
     it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
@@ -62,6 +88,7 @@ def kv_tokens(
         routed=routed,
         seqs=seqs,
         graphs=graphs,
+        profiling=profiling,
     )
     free = memory * utilization - taken - held
     tokens = int(max(0.0, free) / (quantization.kv_bytes_per_token(model, tp, pp, context) * (1 + kv_beside)))
@@ -78,6 +105,7 @@ def held_bytes(
     routed: bool = True,
     seqs: int = SAMPLED,
     graphs: bool = True,
+    profiling: Profiling = Profiling(),
 ) -> float:
     """Bytes that an engine needs on each of its devices besides KV.
 
@@ -88,13 +116,15 @@ def held_bytes(
     """
     widest = max(model.intermediate, 0 if model.experts is None else model.experts.shared_intermediate)
     activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
-    logits = seqs * model.vocab * _LOGIT
     weights = quantization.weight_bytes(model, tp, pp)
     if routed:
         activations += expert_workspace(model, batched_tokens, tp)
     else:
         weights -= quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
-    return context_bytes(tp, graphs) + activations + logits + weights
+    peak = activations + seqs * model.vocab * _LOGIT
+    if profiling.sorts:
+        peak = max(activations, 2 * batched_tokens * model.hidden + seqs * model.vocab * _SORTED)
+    return context_bytes(tp, graphs and profiling.graphs) + peak + weights
 
 
 def context_bytes(tp: int = 1, graphs: bool = True) -> float:

@@ -32,14 +32,14 @@ class Deadline:
 # Step boundaries at which a replica that joins is given the chance to enter.
 JOIN_BOUNDARIES = 20
 
-# A worker that overstays a passing role is failed. A start has 120 s and draining 30 s, each with 300 s on top: what
-# happens in them has limits of its own, and this is the last one. A replica is introduced at the end of one step and
-# let in at one of the `JOIN_BOUNDARIES` after it; it leaves at the end of the second.
-DEADLINES = {Role.JOINING: Deadline(120.0 + 300.0, 1 + JOIN_BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
+# A worker that overstays a passing role is failed. A start has 600 s (on a GPU) and draining 30 s, each with 300 s on
+# top: what happens in them has limits of its own, and this is the last one. A replica is introduced at the end of one
+# step and let in at one of the `JOIN_BOUNDARIES` after it; it leaves at the end of the second.
+DEADLINES = {Role.JOINING: Deadline(600.0 + 300.0, 1 + JOIN_BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
 
 # A process may die of something that passes, so its slot is used again. After `MOST_LOSSES` losses within an hour it
 # stays empty for the rest of the session: another start would not remove their cause. Three starts that hang for their
-# full 120 s fit into the hour.
+# full time fit into the hour.
 MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
 LOSS_WINDOW = 3600.0  # seconds
 

@@ -67,12 +67,11 @@ def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[
 
 def _flags(section: EngineSection) -> dict[str, Flag]:
     """Values equal to vLLM's defaults are written only if the search has decided them."""
-    flags: dict[str, Flag] = {
-        "tensor-parallel-size": section.tensor_parallel_size,
-        "max-num-seqs": section.max_num_seqs,
-        "max-num-batched-tokens": section.max_num_batched_tokens,
-        "gpu-memory-utilization": section.gpu_memory_utilization,
-    }
+    flags: dict[str, Flag] = {"tensor-parallel-size": section.tensor_parallel_size}
+    if section.max_num_seqs is not None:
+        flags["max-num-seqs"] = section.max_num_seqs
+    flags["max-num-batched-tokens"] = section.max_num_batched_tokens
+    flags["gpu-memory-utilization"] = section.gpu_memory_utilization
     if section.max_model_len is not None:
         flags["max-model-len"] = section.max_model_len
     if section.pipeline_parallel_size > 1:

@@ -42,7 +42,7 @@ class KernelRates:
 class TrainingShares:
     """Shares of the data sheet's FLOP/s that training reaches over whole layers."""
 
-    ceiling: float  # highest model FLOP utilisation of whole steps of dense models
+    ceiling: float  # model FLOP utilisation that whole steps of dense models reached
     attention: float  # FlashAttention, forward and backward, at the causal FLOPs
     published: bool  # whether runs on this GPU gave the ceiling; otherwise it is taken from others
     fp8: float | None = None  # as `ceiling`, of steps whose products are in FP8, of the FP8 FLOP/s; None: it has none

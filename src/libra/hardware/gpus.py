@@ -176,9 +176,15 @@ _BUS_OTHERS = _BUS_A100
 
 # Model FLOPs utilisation published for bf16 training of dense models of 1-405 B parameters, whole steps: A100-80G 64.2
 # % (7B, 2K tokens; 59.6 % 13B, 55.3 % 30B), MosaicML LLM Foundry, scripts/train/benchmarking; H100 46.4 % there (7B),
-# 47-48 % in Megatron-LM's README (largest of 2-462B; NVIDIA's dgxc-benchmarking has 51 to 58 % for some models, which
-# is not used); GB200 46 % (Llama-3.1-405B, 128 GPUs, 9.347 s a step, dgxc-benchmarking, llama3.1/README.md). Single
-# GEMMs reach 70 %. Another GPU has the lower of A100's and H100's.
+# 47-48 % in Megatron-LM's README (largest of 2-462B); GB200 46 % (Llama-3.1-405B, 128 GPUs, 9.347 s a step, NVIDIA's
+# dgxc-benchmarking, llama3.1/README.md). Single GEMMs reach 70 %. Another GPU has the lower of A100's and H100's.
+#
+# Earlier versions of dgxc-benchmarking have more on H100, by steps in bf16 of sequences of one length: 57.8 % (15B, 64
+# GPUs, 256 sequences of 4,096 tokens in 2.693 s) and 50.5 % (340B, 256 GPUs, 64 of 4,096 in 4.31 s) for Nemotron-4,
+# 51.2 % (128 GPUs, 256 of 8,192 in 15.57 s) for Llama-3 70B with MaxText. They count attention without the causal mask;
+# as counted here they are 54.9, 49.5 and 47.7 %. (Still older figures there, up to 65 %, counted an eighth more FLOPs
+# for a token.) H100 keeps 47 %, as Llama: with 49 % a published 8B run would be priced 18 % too fast instead of 13. The
+# two of Nemotron, whose MLPs are wide and have no gate, are priced too slow (`python -m benchmarks.public`).
 #
 # The same in FP8 with a scale for each tensor, the highest published: H100 888 TFLOP/s (GPT-3 175B, performance page of
 # NeMo 24.12), B200 1,676, GB200 2,144, GB300 2,646 (Llama-3.1-405B, Megatron Bridge,

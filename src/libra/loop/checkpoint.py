@@ -179,11 +179,19 @@ def read_interrupted(directory: Path) -> Interrupted:
     found = replay(read_journal(directory / "journal.jsonl"))
     recorded = cut_back(directory, history.version)
     for path in damaged:  # it must not be in the way of the one that this run writes at that step
-        with writing(path):
-            shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
-            path.rename(path.with_name(f"{path.name}.damaged"))
+        set_aside(path)
     words = tuple(f"{why}: the run continues from {checkpoint.name}" for why in damaged.values())
     return Interrupted(checkpoint, state, history, found, replace(recorded, damaged=words + recorded.damaged))
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that `--resume` continues from the one before it; returns its new place. Raises
+    `DiskError`."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    with writing(checkpoint):
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+    return aside
 
 
 def check_kinds(directory: Path) -> None:

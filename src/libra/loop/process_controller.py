@@ -33,6 +33,7 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.loop.checkpoint import set_aside
 from libra.loop.fleet import PublishedWeights, RunObserver, ServingEngine, ServingFleet
 from libra.loop.sleeping import SleepingEngines
 from libra.plan.allocation import ONE_DEVICE, Allocation
@@ -61,7 +62,7 @@ class WorkerSettings:
     seed: int
     model: Path  # its directory
     precision: Precision
-    kv_bytes: int  # that one token takes in an engine
+    kv_bytes: Callable[[int], int]  # that one token takes on each GPU of an engine, by the number of these
     version: int  # of the weights: optimiser steps made before
     checkpoint: Path | None  # that holds them; None: they are the model's own
     loans: Mapping[str, DeviceLoan] = field(default_factory=dict)  # of workers on devices that serve users
@@ -242,9 +243,10 @@ class SlotProcesses:
             await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
         buffer = version % BUFFERS
         first = await core.ask(Publish(version, buffer), Published)
+        if first.diverged and checkpoint is not None:
+            raise DivergedError(f"{checkpoint} is damaged: {first.diverged}; it is now {set_aside(checkpoint).name}")
         if first.diverged:
-            begins = checkpoint or self.settings.model
-            raise DivergedError(f"the model in {begins} is damaged: {first.diverged}; give another model")
+            raise DivergedError(f"the model in {self.settings.model} is damaged: {first.diverged}; give another model")
         trainers = Trainers(core, lambda replica: self.launcher.kill(replica.link), port=self.settings.port)
         current = LoadWeights(version, buffer, first.checksum)
         self._published = PublishedWeights(self.launcher, trainers, self._layout.buffer_bytes, current, self.observer)
@@ -292,7 +294,7 @@ class SlotProcesses:
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
                 dtype=served_dtype(self.settings.precision),
-                kv_cache_bytes=size.kv_tokens * self.settings.kv_bytes // gpus,  # vLLM's are those of one GPU
+                kv_cache_bytes=size.kv_tokens * self.settings.kv_bytes(gpus),  # vLLM's are those of one GPU
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self.settings.seed * 1000 + self.pool[name].slot,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from libra.backends.launch.launcher import AgentLauncher, LenderRefusedError, WorkerLauncher
@@ -142,9 +143,9 @@ class SessionWorkers:
         policy = (
             restore_policy(name, before.state.policy) if before is not None else load_policy(name, seed=config.seed)
         )
-        kv_bytes = kv_bytes_per_token(self.model, served_dtype(precision))
+        kv_bytes = partial(kv_bytes_per_token, self.model, served_dtype(precision))
         # Room for all that the largest engine holds, so that it can give everything away at once.
-        handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
+        handover = KVHandover(kv_bytes(), max(shape.kv_tokens for shape in config.engines.values()))
         lent = [worker.id for worker in pool.all() if worker.lent is not None]
         if self._profile is not None:
             handover.price_by(self._profile)

@@ -33,9 +33,16 @@ class SleepingEngines:
         return any(entry.handle is handle for entry in self._engines.values())
 
     async def lay(self, handle: EngineHandle, shape: str) -> None:
-        """Put an engine without turns to sleep. Raises what `Handle.ask` raises."""
-        await handle.ask(Sleep(), Acknowledged)
+        """Put an engine without turns to sleep. One that cannot is ended: vLLM refuses where the GPU's memory in use
+        has grown meanwhile, if only by what others took."""
         self._engines[handle.name] = _Asleep(shape, handle)
+        try:
+            await handle.ask(Sleep(), Acknowledged)
+        except (WorkerLostError, WorkerFailedError, TimeoutError) as error:
+            handle.declare_lost(str(error))
+            self._launcher.kill(handle.link)
+            await self._launcher.gone(handle.link)
+            del self._engines[handle.name]
 
     async def of(self, worker: str, shape: str) -> EngineHandle | None:
         """The worker's sleeping engine of this shape; None: it has none. One of another shape ends."""

@@ -1,10 +1,12 @@
-"""Draws of a record that imitate other parts of the same traffic: longer prompts, and longer answers.
+"""Draws of a record that imitate other parts of the same traffic: longer prompts, and longer answers, more densely.
 
-Invariant: the same record gives the same draws. A draw has the record's first arrivals, and requests of the record in
-their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix of its own.
+Invariant: the same record gives the same draws. A draw has the record's first arrivals at a higher rate, and requests
+of the record in their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix
+of its own.
 
-The mean lengths of traffic drift by far more than chance explains. The drift is measured between parts of the record
-and shrunk towards that of a public trace, more strongly for fewer requests. A draw raises the mean by twice the drift.
+Mean lengths and rates of traffic drift by far more than chance explains. The drift is measured between parts of the
+record and shrunk towards that of a public trace, more strongly for fewer requests. The load is a mean length times a
+rate: a draw raises both in the direction in which two standard deviations raise the load most.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import numpy as np
 from libra.cost.grid import Array
 from libra.sim.workload.requests import RecordedRequest
 
-# Standard deviation of the mean lengths of 300 requests, as shares: `python -m benchmarks.search --only windows`
-# measures it over the hour of Azure's trace of conversations (2023).
-PROMPT_DRIFT, ANSWER_DRIFT = 0.18, 0.25
+# Standard deviation of the mean lengths of 300 requests and of the mean time between them, as shares:
+# `python -m benchmarks.search --only windows` measures it over the hour of Azure's trace of conversations (2023).
+PROMPT_DRIFT, ANSWER_DRIFT, GAP_DRIFT = 0.18, 0.25, 0.22
 PROMPTS, ANSWERS = "longer prompts", "longer answers"  # names of draws
-_DEVIATIONS = 2.0
+_DEVIATIONS = 3.0
 _PARTS = 8  # of a record, between which its own drift is measured
 _PRIOR = 1000  # weight of the trace's drift, in requests
 _MOST = 1500  # requests of a draw
@@ -32,10 +34,11 @@ _FEWEST = 0.25  # least effective share of the requests: with fewer, a draw woul
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Requests of a record, drawn with weights."""
+    """Requests of a record, drawn with weights. They come `density` times as fast as those of the record."""
 
     name: str
     requests: tuple[RecordedRequest, ...]
+    density: float
 
 
 @lru_cache(maxsize=8)
@@ -45,18 +48,34 @@ def draws(record: tuple[RecordedRequest, ...]) -> tuple[Draw, ...]:
 
 
 def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
-    prompts = np.array([it.prompt_tokens for it in record], dtype=float)
-    answers = np.array([it.output_tokens for it in record], dtype=float)
-    for name, lengths, drift in ((PROMPTS, prompts, PROMPT_DRIFT), (ANSWERS, answers, ANSWER_DRIFT)):
-        weights = _weights(lengths, 1 + _DEVIATIONS * drift_of(lengths, drift))
+    arrivals = np.array([it.arrival for it in record], dtype=float)
+    gaps, most = np.diff(arrivals), _MOST if arrivals[:_MOST][-1] > arrivals[0] else len(record)
+    begun = (arrivals - arrivals[0])[:most]
+    for name, lengths, drift in (
+        (PROMPTS, [it.prompt_tokens for it in record], PROMPT_DRIFT),
+        (ANSWERS, [it.output_tokens for it in record], ANSWER_DRIFT),
+    ):
         if len(set(lengths)) > 1:
-            most = _MOST if record[:_MOST][-1].arrival > record[0].arrival else len(record)
-            places = _drawn(weights, min(len(record), most))
-            yield Draw(name, _requests(record, places))
+            longer, denser = raised(np.array(lengths, dtype=float), drift, gaps)
+            places = _drawn(_weights(np.array(lengths, dtype=float), longer), len(begun))
+            slots = begun * (gaps.mean() * (len(begun) - 1) / (begun[-1] * denser))
+            yield Draw(name, _requests(record, slots, places), denser)
+
+
+def raised(lengths: Array, prior: float, gaps: Array) -> tuple[float, float]:
+    """Mean length and rate of a draw, in multiples of those of the record.
+
+    The length of another part differs from that of the record by the drift of both: the mean of a short record strays
+    as far as that of a part, the mean of a long one hardly. The rate is asked for: it drifts in the other part alone.
+    """
+    own = _PRIOR / (len(lengths) + _PRIOR)
+    length, rate = drift_of(lengths, prior) ** 2 * (1 + own), drift_of(gaps, GAP_DRIFT) ** 2
+    share = _DEVIATIONS / np.sqrt(length + rate)
+    return float(1 + share * length), float(1 + share * rate)
 
 
 def drift_of(lengths: Array, prior: float) -> float:
-    """Standard deviation of a part's mean length, as a share of the overall mean; `prior` is that of other traffic."""
+    """Standard deviation of a part's mean, as a share of the overall mean; `prior` is that of other traffic."""
     means = np.array([part.mean() for part in np.array_split(lengths, min(_PARTS, len(lengths)))])
     measured, count = float(means.var() / lengths.mean() ** 2), len(lengths)
     return float(np.sqrt((measured * count + prior**2 * _PRIOR) / (count + _PRIOR)))
@@ -87,12 +106,12 @@ def _drawn(weights: Array, count: int) -> Array:
     return places
 
 
-def _requests(record: Sequence[RecordedRequest], places: Array) -> tuple[RecordedRequest, ...]:
+def _requests(record: Sequence[RecordedRequest], slots: Array, places: Array) -> tuple[RecordedRequest, ...]:
     drawn: Counter[int] = Counter()
     made = []
-    for slot, place in zip(record, places.tolist(), strict=False):
+    for slot, place in zip(slots.astype(int).tolist(), places.tolist(), strict=True):
         request, copies = record[place], drawn[place]
         drawn[place] += 1
         prefix = request.prefix if request.prefix is None or not copies else f"{request.prefix}, copy {copies + 1}"
-        made.append(replace(request, arrival=slot.arrival, prefix=prefix))
+        made.append(replace(request, arrival=slot, prefix=prefix))
     return tuple(made)

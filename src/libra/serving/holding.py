@@ -59,14 +59,14 @@ class Held:
 def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[ServingCandidate, RateBound]:
     """The least of the bounds on the rate over the record and its draws; latencies are those of the record."""
     question = bounds.question
-    drawn = {it.name: Bounds(replace(question, requests=it.requests), bounds) for it in draws(question.requests)}
+    drawn = [(it, Bounds(replace(question, requests=it.requests), bounds)) for it in draws(question.requests)]
     found = {}
     for candidate in candidates:
         least = bounds.of(candidate)
-        for name, its in drawn.items():
+        for draw, its in drawn:
             bound = its.of(candidate)
-            if bound.rate < least.rate:
-                least = replace(least, rate=bound.rate, reason=f"{bound.reason}, on {name}")
+            if bound.rate / draw.density < least.rate:
+                least = replace(least, rate=bound.rate / draw.density, reason=f"{bound.reason}, on {draw.name}")
         found[candidate] = least
     return found
 

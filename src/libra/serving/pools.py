@@ -122,10 +122,9 @@ class Pools:
             requests = tuple(replace(it, output_tokens=1) for it in requests)
         else:
             alone = ServingCandidate((EnginePool("prefill", ample, AMPLE), pool))
-        asked = replace(self.question, requests=requests)
-        least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
+        least = 1 if self.question.rate is not None else sustained_arrivals(self.question, rate)
         self.runs += 1
-        one = trial(asked, alone, rate, requests=repeated(requests, least))
+        one = trial(self.question, alone, rate, requests=repeated(requests, least))
         key = pool.role, pool.shape, ample, pool.count
         if one.passed:
             self._passed[key] = max(rate, self._passed.get(key, 0.0))

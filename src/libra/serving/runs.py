@@ -6,7 +6,6 @@ Invariant: a run depends only on the question, the candidate, the draw and the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -28,9 +27,8 @@ class Runs:
 
     def __init__(self, question: SizingQuestion, candidate: ServingCandidate) -> None:
         self.question, self.candidate, self.made = question, candidate, 0
-        its = {it.name: it.requests for it in draws(question.requests)} | {RECORD: question.requests}
-        self.names = tuple(its)
-        self._questions = {name: replace(question, requests=requests) for name, requests in its.items()}
+        self._records = {it.name: it.requests for it in draws(question.requests)} | {RECORD: question.requests}
+        self.names = tuple(self._records)
         self._lasting: dict[tuple[str, float, bool], Trial] = {}
 
     @property
@@ -40,17 +38,16 @@ class Runs:
 
     def brief(self, name: str, rate: float) -> Trial:
         """A trial of few requests."""
-        asked = self._questions[name]
-        record = _repeated(asked.requests, sustained_arrivals(asked, rate))
-        return self._trial(asked, record[: max(_FEWEST, ceil(_BRIEFLY * rate * asked.shortest_wait))], rate)
+        record = _repeated(self._records[name], sustained_arrivals(self.question, rate))
+        return self._trial(record[: max(_FEWEST, ceil(_BRIEFLY * rate * self.question.shortest_wait))], rate)
 
     def lasting(self, name: str, rate: float, *, to_the_end: bool = False, rivals: Sequence[Rival] = ()) -> Trial:
         """A trial long enough for a lasting rate; with the rate that the question gives, of the requests once. Raises
         `SlowerError` if it is no faster than one of the rivals."""
-        asked, key = self._questions[name], (name, rate, to_the_end)
+        key = name, rate, to_the_end
         if key not in self._lasting:
-            least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
-            one = self._trial(asked, _repeated(asked.requests, least), rate, to_the_end, rivals)
+            least = 1 if self.question.rate is not None else sustained_arrivals(self.question, rate)
+            one = self._trial(_repeated(self._records[name], least), rate, to_the_end, rivals)
             if one.slower is not None:
                 raise SlowerError(one.slower)
             self._lasting[key] = one
@@ -58,14 +55,14 @@ class Runs:
 
     def _trial(
         self,
-        asked: SizingQuestion,
         requests: tuple[RecordedRequest, ...],
         rate: float,
         to_the_end: bool = False,
         rivals: Sequence[Rival] = (),
     ) -> Trial:
         self.made += 1
-        return trial(asked, self.candidate, rate, requests=requests, to_the_end=to_the_end, rivals=rivals)
+        asked, engines = self.question, self.candidate
+        return trial(asked, engines, rate, requests=requests, to_the_end=to_the_end, rivals=rivals)
 
 
 def _repeated(requests: tuple[RecordedRequest, ...], least: int) -> tuple[RecordedRequest, ...]:

@@ -51,8 +51,8 @@ def described_config(engine: DescribedEngine) -> EngineConfig:
             raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
     elif section.host != "none" and not section.capture_sizes:
         each = 1 if section.speculative is None else 1 + section.speculative.num_speculative_tokens
-        given["capture_sizes"] = capture_sizes(section.max_num_seqs, section.max_num_batched_tokens, tokens_each=each)
-    config = EngineConfig(**{**given, "max_model_len": longest, "kv_blocks": blocks})
+        given["capture_sizes"] = capture_sizes(engine.seqs, section.max_num_batched_tokens, tokens_each=each)
+    config = EngineConfig(**{**given, "max_num_seqs": engine.seqs, "max_model_len": longest, "kv_blocks": blocks})
     tiers = tiers_of(
         [it.described() for it in section.kv_tiers],
         "kv_tiers",
@@ -88,11 +88,19 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
     if divided:
         weights += expert_bytes(engine)
     pp, routed = section.pipeline_parallel_size, section.afd is None and not divided
-    batched, seqs, graphs = section.max_num_batched_tokens, section.max_num_seqs, not section.enforce_eager
+    batched, seqs, graphs = section.max_num_batched_tokens, engine.seqs, not section.enforce_eager
     memory, share = engine.gpu.usable, section.gpu_memory_utilization
     if grouped is not None:
         held = held_bytes(
-            model, tp, batched_tokens=batched, quantization=stored, pp=pp, routed=routed, seqs=seqs, graphs=graphs
+            model,
+            tp,
+            batched_tokens=batched,
+            quantization=stored,
+            pp=pp,
+            routed=routed,
+            seqs=seqs,
+            graphs=graphs,
+            profiling=engine.profiling,
         )
         return grouped.blocks(max(0.0, memory * share - held - weights) / (1 + more))
     tokens = kv_tokens(
@@ -109,6 +117,7 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
         seqs=seqs,
         graphs=graphs,
         context=engine.longest,
+        profiling=engine.profiling,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 

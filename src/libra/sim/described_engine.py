@@ -12,6 +12,7 @@ from pathlib import Path
 from libra.config.recipe import Recipe
 from libra.config.units import RATES, quantity
 from libra.config.yaml_file import ConfigError
+from libra.cost.engine_memory import Profiling
 from libra.cost.host import NAMED_HOSTS
 from libra.cost.quantization import Quantization
 from libra.cost.unmeasured import unmeasured
@@ -21,6 +22,7 @@ from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.engines_keys import EngineSection, NodeSection, RanksSection
 
+_LARGE = 70 * 2.0**30  # bytes of a GPU that takes 1,024 sequences, as vLLM says
 _NODE = 8  # GPUs of the node that an engine is assumed to run on, unless its tensor parallelism needs more
 
 
@@ -33,6 +35,7 @@ class DescribedEngine:
     nodes: NodeClass
     beside: Path  # the directory of the file; paths in the file are relative to it
     note: Callable[[str], None]
+    profiling: Profiling  # of its vLLM
 
     @property
     def gpu(self) -> GPU:
@@ -52,6 +55,16 @@ class DescribedEngine:
         """Tokens of the longest context."""
         given = self.section.max_model_len
         return self.model.max_context if given is None else given
+
+    @property
+    def seqs(self) -> int:
+        """Most requests in a batch: as given, or vLLM's default for the GPU (`EngineArgs.get_batch_defaults`): 1,024 on
+        those of 70 GiB and more but A100, 256 on others, and at most `max_num_batched_tokens`."""
+        given, gpu = self.section.max_num_seqs, self.gpu
+        if given is not None:
+            return given
+        most = 1024 if gpu.usable >= _LARGE and "a100" not in gpu.name.lower() else 256
+        return min(most, self.section.max_num_batched_tokens)
 
     @property
     def quantization(self) -> Quantization:
@@ -95,9 +108,10 @@ def described_engine(
         raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
     try:
         nodes = _nodes(section, gpu)
+        profiling = Profiling() if section.vllm_version is None else Profiling.of(section.vllm_version)
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
-    engine = DescribedEngine(section, model, nodes, beside, note)
+    engine = DescribedEngine(section, model, nodes, beside, note, profiling)
     whole_experts = section.afd is not None or section.enable_expert_parallel
     refused = engine.quantization.refusal(model)
     if refused is not None:

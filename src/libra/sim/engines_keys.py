@@ -169,10 +169,11 @@ class EngineSection(RanksSection):
     quantization: WeightQuantization | None = None  # of the weights
     kv_cache_dtype: KVCacheDtype = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    vllm_version: str | None = None  # whose profiling run decides on memory; None: of today
     kv_blocks: _Count | None = None  # instead of what `gpu_memory_utilization` leaves
     max_model_len: _Count | None = None  # None: the model's
     block_size: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 16
-    max_num_seqs: _Count = 256
+    max_num_seqs: _Count | None = None  # None: vLLM's for the GPU, see `DescribedEngine.seqs`
     max_num_batched_tokens: _Count = BATCHED_TOKENS
     enable_chunked_prefill: _Flag = True
     policy: SchedulingPolicy = "fcfs"

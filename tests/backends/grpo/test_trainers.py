@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from fakes.far_end import PATIENCE
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 
 import libra.backends.grpo.membership
 import libra.backends.grpo.trainers
+from libra.backends.devices import CPU, SlotDevice
 from libra.backends.grpo import joining
-from libra.backends.grpo.joining import JoinError
+from libra.backends.grpo.joining import JoinError, mirror_seconds
 from libra.backends.grpo.joint_step import split_evenly
 from libra.backends.grpo.membership import (
     FAILURES,
@@ -31,6 +34,7 @@ from libra.backends.grpo.membership import (
     Patience,
 )
 from libra.backends.grpo.trainers import DivergedError, Trainers
+from libra.backends.launch.handle import Handle
 from libra.backends.transport.messages import Message
 from libra.backends.transport.trainer_messages import (
     TOKEN_BYTES,
@@ -783,3 +787,10 @@ def test_no_sample_is_trained_twice_or_lost(
             assert "core-0" in scene.trainers.names()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("device", "seconds"), [(SlotDevice("cuda", ("0",)), 128.0), (CPU, 0.0)])
+def test_a_core_on_a_gpu_has_time_to_copy_its_state_out(device: SlotDevice, seconds: float) -> None:
+    """For a joiner: three vectors of 32 GB and a gradient, of a model whose weights are published in 16 GB."""
+    core = SimpleNamespace(link=SimpleNamespace(device=device), weight_bytes=16_000_000_000)
+    assert mirror_seconds(cast(Handle, core)) == seconds

@@ -299,7 +299,11 @@ async def test_a_local_worker_sees_the_gpus_of_its_slot_alone(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("dirt", "why"),
     [
-        ("import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", r"1 thread"),
+        (
+            "import threading, time; fork_server._THREAD_SECONDS = 0.1\n"
+            "threading.Thread(target=time.sleep, args=(60,), name='builder', daemon=True).start()",
+            r"1 thread\(s\) \(builder\)",
+        ),
         (
             "import types; sys.modules['torch'] = types.SimpleNamespace("
             "cuda=types.SimpleNamespace(is_initialized=lambda: True))",
@@ -312,6 +316,14 @@ async def test_a_fork_that_would_inherit_what_it_cannot_use_is_refused(tmp_path:
         await launcher.ready()
         with pytest.raises(ForkError, match=why):
             await launcher.spawn("w0", 0)
+
+
+async def test_a_fork_waits_for_threads_that_end(tmp_path: Path) -> None:
+    ending = "import threading, time; threading.Thread(target=time.sleep, args=(0.3,), daemon=True).start()"
+    source = BARE.replace("fork_server.main(", f"{ending}\nfork_server.main(")
+    async with fork_server(tmp_path, source) as (launcher, _):
+        await launcher.ready()
+        await launcher.spawn("w0", 0)
 
 
 FORKING = BARE.replace(

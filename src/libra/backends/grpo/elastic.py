@@ -191,8 +191,9 @@ class ElasticReplica:
                 return Acknowledged()
             case Enter():
                 return self._enter(order.generation)
-            case Identify():  # somebody joins
-                self._state.mirror(True)
+            case Identify():
+                if self._follower is None:  # somebody joins it
+                    self._state.mirror(True)
                 return self._digest()
             case Serve():
                 return self._serve(order)

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 
+from libra.backends.devices import CPU
 from libra.backends.grpo.membership import Boundary, Membership
 from libra.backends.launch.handle import Handle
 from libra.backends.transport.messages import Message
@@ -32,6 +33,7 @@ COURTEOUS = 15  # first of the `JOIN_BOUNDARIES`, at which it is let in only if 
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
 HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
 SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
+OFF_GPU = 1e9  # bytes a second of a vector that goes to the host's memory
 
 Places = list[StatePlace | RelayPlace]
 
@@ -188,9 +190,16 @@ class Joiner:
 
     async def _core_digest(self) -> StateDigest | None:
         """Digest of the core's state; None when the core is lost."""
-        orders = [(self._membership.cores[0], Identify())]
-        [digest] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
+        core = self._membership.cores[0]
+        deadline = self._membership.patience.floor + mirror_seconds(core)
+        [digest] = await self._membership.ask([(core, Identify())], StateDigest, deadline=deadline)
         return digest
+
+
+def mirror_seconds(core: Handle) -> float:
+    """Time limit for a core on a GPU to copy its state and a gradient to where a joiner reads them, in seconds. It
+    publishes at least half of the bytes of a vector."""
+    return 0.0 if core.link.device == CPU else 4 * 2 * core.weight_bytes / OFF_GPU
 
 
 def _copy_seconds(core: StateDigest) -> float:

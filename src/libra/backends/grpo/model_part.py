@@ -135,7 +135,8 @@ class ShardedModel(ModelPart):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._places = {name: Shard(_divided(name, shape, inside.size)) for name, shape in self.shapes.items()}
-        place_of = {parameter: self._places[name] for name, parameter in model.named_parameters()}
+        # By id: a reference would keep whole parameters on the device until all are divided.
+        place_of = {id(parameter): self._places[name] for name, parameter in model.named_parameters()}
         layers = set(model._no_split_modules or ())
         for module in [*(each for each in model.modules() if type(each).__name__ in layers), model]:
             # The model itself is no exception: gathered parameters that outlive a forward would miss the next change.
@@ -143,7 +144,7 @@ class ShardedModel(ModelPart):
                 module,
                 mesh=self._mesh,
                 reshard_after_forward=True,
-                shard_placement_fn=place_of.__getitem__,
+                shard_placement_fn=lambda parameter: place_of[id(parameter)],
                 mp_policy=policy,
             )
         for module in model.modules():

@@ -76,7 +76,9 @@ class TrainerProcess:
             torch.cuda.set_per_process_memory_fraction(start.memory)
         self._accelerator = Accelerator(cpu=start.device == "cpu", mixed_precision=mixed)
         self._device = self._accelerator.device
-        model = load_or_make(Path(start.model_directory), self._dtype).train().to(self._device)
+        model = load_or_make(Path(start.model_directory), self._dtype).train()
+        if start.sharding == "none":  # else each layer goes there alone, before it is divided
+            model = model.to(self._device)
         if start.device == "cuda":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._config = model.config
@@ -105,6 +107,8 @@ class TrainerProcess:
         began = time.monotonic()
         gradient = self._open_gradient()
         sums = self._backward(order.samples)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # the last backward pass may still be running
         compute_seconds = time.monotonic() - began
         gradient[-1] = denominator(
             self._settings.denominator, order.sequences, order.tokens, self._settings.token_constant

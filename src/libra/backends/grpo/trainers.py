@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from libra.backends.devices import CPU
-from libra.backends.grpo.joining import Joiner, JoinError
+from libra.backends.grpo.joining import Joiner, JoinError, mirror_seconds
 from libra.backends.grpo.joint_step import split_evenly, summarise, tokens_of
 from libra.backends.grpo.membership import STANDARD, Boundary, Membership, Patience
 from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
@@ -276,7 +276,8 @@ class Trainers:
         orders = [
             (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())
         ]
-        answers = await self._members.ask(orders, Trained)
+        copying = mirror_seconds(orders[0][0])  # by the core, while a replica joins
+        answers = await self._members.ask(orders, Trained, lambda elapsed: self._patience.beside(elapsed) + copying)
         await self._members.tidy()
         done = [answer for answer in answers if answer is not None]
         diverged = next((answer.diverged for answer in done if answer.diverged), "")

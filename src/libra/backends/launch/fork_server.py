@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -55,7 +56,11 @@ WORKER_ENVIRONMENT = _EVERYWHERE | {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are set by the slot
 }
-GPU_WORKER_ENVIRONMENT = _EVERYWHERE | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # in which `devices` counts
+GPU_WORKER_ENVIRONMENT = _EVERYWHERE | {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # in which `devices` counts
+    # A library of vLLM's for quantized models would compile kernels as it is imported, in processes and threads.
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",
+}
 _COMMAND = ("-m", "libra.backends.launch.fork_server")
 
 _SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a fork server that takes longer hangs
@@ -63,6 +68,7 @@ _EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by its
 _CLOSE_SECONDS = 5.0  # all workers have this long to go when their fork server is killed: a core dump, a stuck disk
 _KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
 _GROUP_SECONDS = 0.01  # between two looks at whether what a worker forked has ended
+_THREAD_SECONDS = 5.0  # in which threads that a library starts as it is imported have ended
 
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -308,8 +314,13 @@ def _require_clean() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise ForkError("a library has opened a CUDA context in the fork server; see its log")
-    if (tasks := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        raise ForkError(f"a library has started {tasks - 1} thread(s) in the fork server; see its log")
+    deadline = time.monotonic() + _THREAD_SECONDS
+    while (tasks := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        if time.monotonic() > deadline:
+            names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+            which = f" ({', '.join(names)})" if names else ""
+            raise ForkError(f"a library has started {tasks - 1} thread(s){which} in the fork server; see its log")
+        time.sleep(_GROUP_SECONDS)
 
 
 def _import_everything(kind: DeviceKind) -> None:

@@ -45,6 +45,7 @@ class Handle:
         self._asked: deque[asyncio.Future[FromWorker | None]] = deque()
         self._order = asyncio.Lock()
         self.lost = False
+        self.weight_bytes = 0  # of the weights that it publishes, if it is a trainer that has started
         self._stopping = False  # its end is no loss
         self._reader = background(self._read(), f"read {link.name}")
 
@@ -74,7 +75,9 @@ class Handle:
         return answer
 
     async def start(self, message: StartEngine | StartServer | StartTrainer) -> Ready:
-        return await self.ask(message, Ready, START_DEADLINE if self.link.device == CPU else GPU_START_DEADLINE)
+        ready = await self.ask(message, Ready, START_DEADLINE if self.link.device == CPU else GPU_START_DEADLINE)
+        self.weight_bytes = ready.buffer_bytes
+        return ready
 
     async def stop(self) -> None:
         """End the worker; a worker that is already gone is stopped."""

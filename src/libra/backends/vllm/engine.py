@@ -104,6 +104,14 @@ class VllmEngine:
         self._turns.add(request.id)
         self._untouched.add(request.id)
 
+    def warm_up(self) -> None:
+        """Make two turns and drop them: what a GPU compiles at its first use is compiled now, and not while a turn is
+        waited for."""
+        for temperature in (1.0, 0.5):  # other kernels sample where logits are divided
+            self.add(Generate("warm-up", [0, 0], 2, temperature, -1, 0, salt="warm-up"))
+            while self.busy:
+                self.step()
+
     def interrupt(self, turn: str) -> bool:
         """Stop a turn between two iterations; earlier steps have reported all its tokens. False: it had ended."""
         if turn not in self._turns:

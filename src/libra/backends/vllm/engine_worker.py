@@ -51,6 +51,8 @@ class _EngineWorker:
         self._engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes), scheduler)
         if self._lent is not None:
             self._lent.lend(self._engine)
+        elif start.device == "cuda":
+            self._engine.warm_up()
         self._pacer = Pacer(start.share, start.cores)
         self._busy_seconds, self._report = 0.0, Report(time.monotonic())
 

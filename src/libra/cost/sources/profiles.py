@@ -31,6 +31,7 @@ from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import engine_degrees, node_roofline, stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables, tables
 from libra.hardware import gpus
+from libra.hardware.attention import Attention
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 
@@ -107,7 +108,8 @@ def host_part(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple
     if host == "none":
         return None
     if host in NAMED_HOSTS:
-        return named_host(host, model.layers), default_terms(model.layers)
+        plain = model.count(lambda kind: isinstance(kind.mixer, Attention) and kind.mixer.qk_norm == "none")
+        return named_host(host, model.layers, plain), default_terms(model.layers)
     try:
         fit = load_fit(Path(host))
     except ConfigError as error:

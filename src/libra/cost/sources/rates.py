@@ -3,8 +3,8 @@
 Invariant: every set of rates names its source. Some GPUs were measured; the others are assumed to deliver the same
 shares of their data sheets, and their rates say so. A calibration replaces the rates that it measured, and no others.
 The measurements are in the record of each GPU, `libra.hardware.gpus`. Training rates are achieved over whole layers,
-from published runs: `linear` is the highest measured rate of such devices over whole steps, and nothing else is faster,
-so no price from these rates beats a measurement.
+from published runs: `linear` is what such devices reached over whole steps, and nothing else is faster, so no price
+from these rates beats the run that they are from.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ _EAGER, _EAGER_MEMORY, _PASSES = 0.61, 0.61, 4.57
 
 
 def published_mfu(gpu: GPU) -> float | None:
-    """Highest published model FLOP utilisation of whole training steps of dense models; None: no figure for the GPU."""
+    """Published model FLOP utilisation of whole training steps of dense models; None: no figure for the GPU."""
     training = record_of(gpu).training
     return training.ceiling if training.published else None
 
