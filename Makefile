@@ -125,6 +125,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 bench-lending: setup  ## lending and weights; with TRAFFIC=FILE what replays recorded requests, too
 	$(VENV)/bin/python -m benchmarks.lending --cpu
 	$(VENV)/bin/python -m benchmarks.weights
+	$(VENV)/bin/python -m benchmarks.weights link
 	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending_rules --traffic $(TRAFFIC))
 
 bench-evaluation: setup  ## whole systems in simulation, hours; what has finished is kept and not run again
