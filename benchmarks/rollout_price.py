@@ -27,7 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.command import command_line
-from benchmarks.rollout_price_cases import FITTED, TESTED, Case, make_case, plan_case, roll_out, simulate_steps
+from benchmarks.rollout_price_cases import (
+    FITTED,
+    TESTED,
+    Case,
+    logged_cases,
+    make_case,
+    plan_case,
+    roll_out,
+    simulate_steps,
+)
 from benchmarks.rows import Row, at_most, report
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 from libra.cost.grid import EngineProfile
@@ -134,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
     found = list(price_all(test_cases(count), batches))
-    report(verdict_rows(found), options.json)
+    report([*verdict_rows(found), *log_rows(batches)], options.json)
     return 0
 
 
@@ -261,6 +270,11 @@ def verdict_rows(found: Sequence[Priced]) -> list[Row]:
     if several:
         rows.append(Row("plans with several buckets", "mean error", fmean(several), "%"))
     return rows
+
+
+def log_rows(batches: tuple[int, int]) -> list[Row]:
+    """Recorded trajectories, where they are at hand."""
+    return [Row(priced.case.name, "error", 100 * priced.error, "%") for priced in price_all(logged_cases(), batches)]
 
 
 def _repeat_error(priced: Priced) -> float:

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluation.oracle import Oracle
@@ -41,12 +42,13 @@ from libra.sim.training_run.system import System
 from libra.sim.workload.distributions import Constant, LogNormal, LongTail, Uniform
 from libra.sim.workload.generated import Agent, Tool, agent_trajectories
 from libra.sim.workload.replay import Replay
-from libra.trajectory import Trajectory
+from libra.trajectory import Trajectory, read_trajectories, truncate
 
 # Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
 # are met, which is not the price's error.
 OBSERVED = 16_384
 OBSERVED_NUMBER = 1_000  # of their draw; batches have higher ones
+LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
 
 _ETHERNET = (12.5e9, 25e9, 50e9)  # bytes/s of a node
 MODELS = (
@@ -120,6 +122,29 @@ def make_case(
 
     name = f"{family} {seed}" + (f", staleness {staleness}" if staleness else "")
     return Case(name, Cluster(nodes), model, recipe, profiles, make)
+
+
+def logged_cases() -> list[Case]:
+    """48 A800 that roll out what recorded logs have, where these are at hand; a batch is drawn from a log."""
+    model = load_model("Qwen/Qwen3-14B")
+    nodes = NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, 25e9)
+    recipe = Recipe(batch=256, samples_per_prompt=8, max_length=32768, mode="sync")
+    cluster = Cluster((nodes,))
+    profiles = _profiles(cluster, model, recipe)
+    return [
+        Case(path.stem, cluster, model, recipe, profiles, _drawn_from(path, recipe.max_length))
+        for path in sorted(LOGS.glob("*.jsonl"))
+    ]
+
+
+def _drawn_from(path: Path, longest: int) -> Make:
+    log = [truncate(trajectory, longest) for trajectory in read_trajectories(path) if trajectory.finished]
+
+    def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
+        drawn = random.Random(number).choices(log, k=prompts * samples_per_prompt)
+        return tuple(replace(it, id=f"{it.id} {copy}") for copy, it in enumerate(drawn))
+
+    return make
 
 
 def _profiles(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:

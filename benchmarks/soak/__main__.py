@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
     parser.add_argument(
         "--attack",
-        choices=list(ATTACKS),
+        choices=ATTACKS,
         nargs="*",
-        help="attack files, listeners and sessions, also as another user; all of these, or the named ones",
+        help="attack files, run directories, listeners and sessions instead; all of these, or the named ones",
     )
     options = parser.parse_args(arguments)
     console, began = Console(highlight=False), time.monotonic()
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.attack is not None:
         try:
-            found = list(attack(options.attack or list(ATTACKS), QUICK if options.quick else FULL, options.seed, say))
+            found = list(attack(options.attack or ATTACKS, QUICK if options.quick else FULL, options.seed, say))
         except KeyboardInterrupt:
             return 130
         report(found, options.json)

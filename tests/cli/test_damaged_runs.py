@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.soak.attack.commands import STOPPED, read_and_stop
-from benchmarks.soak.attack.damage import KINDS, Damage
+from benchmarks.soak.attack.damage import KINDS, STRANGE, Damage, damage_run
 from libra.config.run import load_config
 from libra.loop.recorder import RECORDS
 from libra.records.run_lock import LOCK
 
 EXAMPLES = 60
-STRANGE = ("checkpoint-999", "checkpoint-foo", "checkpoint-3.part", "episodes-foo.jsonl/", "episodes-00009.jsonl/")
 DAMAGES = st.builds(Damage, st.sampled_from(KINDS), st.floats(0, 1), st.integers(0, 255))
 
 
@@ -53,15 +52,6 @@ def resume(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[
             return libra("run", "run.yaml", "--resume")
 
     return call
-
-
-def damage_run(run: Path, damages: Sequence[tuple[float, Damage]], strange: str | None) -> None:
-    """Damage files of a run directory, each at a share of their sorted list; `strange` is an empty directory to add."""
-    for share, change in damages:
-        files = sorted(path for path in run.rglob("*") if path.is_file() and not path.is_symlink())
-        change(files[int(share * len(files))])
-    if strange is not None:
-        (run / strange).mkdir(exist_ok=True)
 
 
 def assert_told(result: Result) -> None:

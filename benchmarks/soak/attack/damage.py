@@ -83,7 +83,17 @@ KINDS = (
     *("flip", "cut", "insert", "zero", "lines", "twice", "number", "value", "nested", "no text", "empty"),
     *("gone", "directory", "link", "fifo"),
 )
+STRANGE = ("checkpoint-999", "checkpoint-foo", "checkpoint-3.part", "episodes-foo.jsonl/", "episodes-00009.jsonl/")
 
 
 def drawn(rng: random.Random, kinds: Sequence[str] = KINDS) -> Damage:
     return Damage(rng.choice(kinds), rng.random(), rng.randrange(256))
+
+
+def damage_run(run: Path, damages: Sequence[tuple[float, Damage]], strange: str | None) -> None:
+    """Damage files of a run directory, each at a share of their sorted list; `strange` is an empty directory to add."""
+    for share, change in damages:
+        files = sorted(path for path in run.rglob("*") if path.is_file() and not path.is_symlink())
+        change(files[int(share * len(files))])
+    if strange is not None:
+        (run / strange).mkdir(exist_ok=True)

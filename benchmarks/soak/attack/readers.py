@@ -26,7 +26,6 @@ _ATTACK = "mutated files"
 _TELL = 250  # files between two lines of progress
 _REAL = 20  # of them read by processes as a user starts them, which have to end as the others did
 _MODEL = "Qwen/Qwen3-8B"
-_RUN = Path(__file__).parents[1] / "soak.yaml"
 _HEADS = {"search_agent.jsonl": 12, "trajectories.jsonl": 12, "chat.jsonl": 12, "serving.jsonl": 12}  # lines
 _COPIES = (
     *("cluster_48_a800.yaml", "cluster_mixed.yaml", "request.yaml", "engines.yaml", "lender.yaml", "calculator.yaml"),
@@ -75,13 +74,12 @@ READERS = (
 )
 
 
-def read_mutated(folder: Path, count: int, say: Callable[[str], None], seed: int = 0) -> Iterator[Row]:
-    """Give `count` mutated files to the readers in turn, among them those of a small run."""
+def read_mutated(folder: Path, run: Path, count: int, say: Callable[[str], None], seed: int = 0) -> Iterator[Row]:
+    """Give `count` mutated files to the readers in turn. `run`: directory of a run that has ended."""
     rng, commands = random.Random(f"files:{seed}"), Commands()
     whole, here, wrong, real, statuses = folder / "whole", folder / "mutated", list[str](), list[str](), Counter[int]()
     longest = largest = 0.0
-    say("a small run, whose files are to be damaged")
-    _write_inputs(whole, _make_run(folder))
+    write_inputs(whole, run)
     try:
         _require_whole(commands, whole, here)
         for number in range(count):
@@ -121,15 +119,7 @@ def _require_whole(commands: Commands, whole: Path, here: Path) -> None:
         shutil.rmtree(here)
 
 
-def _make_run(folder: Path) -> Path:
-    """The directory of a run that has ended."""
-    done = _libra("run", str(_RUN), "--directory", "runs", "--steps", "6", directory=folder, seconds=600)
-    if done.returncode:
-        raise RuntimeError(f"the run that is to be damaged ended with {done.returncode}: {done.stderr[-500:]}")
-    return folder / "runs" / "soak"
-
-
-def _write_inputs(folder: Path, run: Path) -> None:
+def write_inputs(folder: Path, run: Path) -> None:
     """Files that the readers take, in a new directory: examples, most of them shortened."""
     folder.mkdir()
     for name, count in _HEADS.items():
@@ -159,6 +149,6 @@ def _as_a_process(reader: Reader, here: Path, ended: Ended) -> list[str]:
     return [f"{reader.words[0]} of {reader.file}: status {done.returncode}, not {ended.status}: {done.stderr[:200]}"]
 
 
-def _libra(*words: str, directory: Path, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def _libra(*words: str, directory: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "libra.cli.app", *words]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=seconds)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=120)

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 import msgspec
 import numpy as np
 import pytest
-from fakes.slow_link import slow_link
 
+from benchmarks.weights.slow_link import slow_link
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.grid import Grid

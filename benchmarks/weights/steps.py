@@ -1,6 +1,4 @@
-"""Exact deltas between versions of a model's weights: how many bf16 numbers change, and what the deltas cost.
-
-    python -m benchmarks.weights [--json FILE]
+"""Deltas of real optimiser steps: how many bf16 numbers of a model change, and what the exact delta costs.
 
 Invariant: weights are fp32 at the trainer and published as bf16, as a run does it, and every rate goes on from the same
 state. What is measured is what nodes do: the source copies, compares, packs and checks, the mirror applies and checks;
@@ -10,17 +8,15 @@ seconds are of this process's processor, so neighbours do not count.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.command import command_line
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row
 from libra.backends.transport.shared_memory import Vector
 from libra.backends.weights.copying import add_difference, difference
 from libra.backends.weights.grid import Grid
@@ -73,13 +69,6 @@ class _Training:
         flat = [p.detach().to(torch.bfloat16).flatten() for p in self._parameters]
         content: Vector = torch.cat(flat).view(torch.uint8).numpy()
         return content
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = command_line("weights", __doc__).parse_args(arguments)
-    rows = measured()
-    report(rows, options.json)
-    return int(any(row.met is False for row in rows))
 
 
 def measured() -> list[Row]:
@@ -165,7 +154,3 @@ async def _carried(before: Vector, after: Vector) -> tuple[int, float, float, bo
     applied = time.process_time()
     exact = settled and mirror.checksum == checksum == zlib.crc32(mirror.content().data)
     return sum(len(kept.frame) for kept in feed.entries()), encoded - began, applied - encoded, exact
-
-
-if __name__ == "__main__":
-    sys.exit(main())

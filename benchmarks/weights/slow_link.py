@@ -1,17 +1,25 @@
-"""A slow link between two places on this machine, which forwards TCP connections at a rate and with a delay.
+"""A slow link between two places on this machine: a process that forwards TCP connections at a rate and with a delay.
 
 Invariant: in each direction no more than `rate` bytes cross it in a second, all connections together, and no byte
 leaves it earlier than `delay` seconds after it crossed. What a busy machine holds up is sent on when it gets to it; the
 link itself goes on meanwhile. It holds no more than is under way on such a link and one piece of each connection, so a
 sender feels how slow it is.
+
+    python -m benchmarks.weights.slow_link --to PORT --rate 12.5e6 --delay 0.02
+
+It listens on 127.0.0.1 and says where, as a line of JSON; then, for every line that it reads, how many bytes have
+crossed it in each direction. It ends with its standard input.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import json
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 _PIECE = 1 << 14  # bytes that are sent at a time
 _AT_ONCE = 0.002  # seconds; a piece that is read faster was there already, and the link would have sent it
@@ -90,3 +98,24 @@ async def slow_link(to: int, rate: float, delay: float) -> AsyncIterator[tuple[i
         yield server.sockets[0].getsockname()[1], there, back
     finally:
         server.close()
+
+
+async def _serve(to: int, rate: float, delay: float) -> None:
+    async with slow_link(to, rate, delay) as (port, there, back):
+        print(json.dumps({"port": port}), flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps({"there": there.bytes, "back": back.bytes}), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights.slow_link")
+    parser.add_argument("--to", type=int, required=True, metavar="PORT", help="where it leads, on 127.0.0.1")
+    parser.add_argument("--rate", type=float, required=True, help="bytes a second in each direction")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that every byte is under way (default: 0)")
+    options = parser.parse_args(arguments)
+    asyncio.run(_serve(options.to, options.rate, options.delay))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
