@@ -106,9 +106,7 @@ lint: setup  ## ruff (rules and format), mypy, the direction of imports, that a 
 
 bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.planning --quick
-	$(VENV)/bin/python -m benchmarks.tracking --quick
 	$(VENV)/bin/python -m benchmarks.joins --quick
-	$(VENV)/bin/python -m benchmarks.role_changes --quick
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
@@ -117,9 +115,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.planning
-	$(VENV)/bin/python -m benchmarks.tracking
 	$(VENV)/bin/python -m benchmarks.joins
-	$(VENV)/bin/python -m benchmarks.role_changes
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed
