@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -96,6 +95,7 @@ class VllmEngine:
         self._speculative = config.speculative
         self._draws = None if config.speculative is None else Draws(config.speculative)
         self._verifications: Counter[str] = Counter()  # of drafts, by request
+        self._computed: list[str] = []  # requests of the step that was computed last
         self._preempted: list[int] = []
         self._under_way: deque[tuple[SchedulerOutput, Step, dict[str, bool]]] = deque()
         self._most_under_way = 2 if config.async_scheduling else 1
@@ -201,14 +201,15 @@ class VllmEngine:
         """End the oldest step under way, which began at `time`; `transfers` are those that ended meanwhile."""
         output, step, _ = self._under_way[0]
         results = self.scheduler.update_from_output(output, self.compute_oldest(transfers))
-        self._draft(list(output.num_scheduled_tokens))
+        self.draft()
         return replace(step, time=time, finished=_ended(results))
 
     def compute_oldest(self, transfers: KVConnectorOutput | None = None) -> ModelRunnerOutput:
         """Take the oldest step from those under way, and return what a model would return for it."""
         output, step, samples = self._under_way.popleft()
+        self._computed = list(output.num_scheduled_tokens)
         drafts = output.scheduled_spec_decode_tokens
-        names = list(output.num_scheduled_tokens)
+        names = self._computed
         admitted = {number for number, _ in step.cached}
         return ModelRunnerOutput(
             req_ids=names,
@@ -240,12 +241,12 @@ class VllmEngine:
             for more in range(count)
         ]
 
-    def _draft(self, names: Sequence[str]) -> None:
-        """Propose drafts for those who were in a step. (With asynchronous scheduling the scheduler takes them to be
-        there.)"""
+    def draft(self) -> None:
+        """Propose drafts for those who were in the step that was computed last. (With asynchronous scheduling the
+        scheduler takes them to be there.)"""
         if self._speculative is None or isinstance(self.scheduler, AsyncScheduler):
             return
-        there = [name for name in names if name in self.scheduler.requests]
+        there = [name for name in self._computed if name in self.scheduler.requests]
         drafts = [[0] * self._speculative.num_speculative_tokens for _ in there]
         self.scheduler.update_draft_token_ids(DraftTokenIds(there, drafts))
 
