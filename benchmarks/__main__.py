@@ -24,10 +24,8 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "models": "a minute",
     "plan_check": "half an hour (compiled core)",
     "planning": "minutes",
-    "promises": "a second (directories of runs)",
     "public": "a minute",
     "rendezvous": "a minute (extra `cpu`)",
-    "role_changes": "minutes (extra `cpu`)",
     "rollout_price": "an hour",
     "routing_plans": "minutes",
     "routing_speed": "minutes",
@@ -35,8 +33,6 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "served_episodes": "a minute (extra `cpu`)",
     "simulation": "a quarter of an hour",
     "soak": "20 minutes (extra `cpu`)",
-    "tracking": "a quarter of an hour",
-    "watching": "seconds (extra `otel`)",
     "weights": "minutes (extra `cpu`)",
 }
 

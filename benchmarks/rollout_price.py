@@ -18,19 +18,37 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.command import command_line
-from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
-from benchmarks.rollout_price_fit import Sample, fit, priced_seconds
-from benchmarks.rollout_price_plan import plan_case
-from benchmarks.rollout_price_steps import roll_out, simulate_steps
+from benchmarks.rollout_price_cases import (
+    FITTED,
+    TESTED,
+    Case,
+    logged_cases,
+    make_case,
+    plan_case,
+    roll_out,
+    simulate_steps,
+)
 from benchmarks.rows import Row, at_most, report
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
+from libra.cost.grid import EngineProfile
+from libra.hardware.cluster import NodeClass
+from libra.plan.allocation import Allocation
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.engines import engine_options
+from libra.plan.options.price import bucket_prices, price
 from libra.plan.plan import Plan
-from libra.plan.problem import InfeasiblePlanError, Problem
+from libra.plan.problem import EngineOption, InfeasiblePlanError, Problem
+
+Floats = NDArray[np.float64]
 
 TABLE = Path(__file__).parents[1] / "src/libra/cost/corrections.py"
 MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent
@@ -45,6 +63,47 @@ _FEW_BATCHES = (3, 8)
 _STANDARD_ERROR = 0.02  # of the mean
 _FIRST_OVERLAP_SEED = 500
 _FIRST_TEST_SEED = 1000  # those of the fits are below
+# Of the fit
+_ROUNDS = 6
+_STEP = 0.02  # of a factor, to see how the price follows
+_TRUST = 0.3  # a factor changes by no more in a round
+_RANGE = (0.05, 2.0)
+_PARTS = ("decode", "prefill", "eviction", "memory", "generation")
+_PRIOR = 0.05  # weight of 1 for each factor, in mean squared logarithms: what the samples say little of stays there
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One allocation, and how long it was simulated to take: see `priced_seconds`."""
+
+    request: ClusterRequest
+    problem: Problem
+    allocation: Allocation
+    seconds: float
+
+    def price(self, factors: BatchFactors) -> float:
+        return priced_seconds(replace(self.problem, engines=self._options(factors)), self.allocation)
+
+    def _options(self, factors: BatchFactors) -> tuple[EngineOption, ...]:
+        request = self.request
+        found: list[EngineOption] = []
+        for nodes, profile in self._profiles:
+            options, _ = engine_options(
+                request.model, nodes, request.recipe, request.classes, profile, request.recipe.max_length, factors
+            )
+            found += options
+        return tuple(found)
+
+    @cached_property
+    def _profiles(self) -> list[tuple[NodeClass, EngineProfile]]:
+        """Profiles with only the engine sizes that the allocation has: no others need a price."""
+        shapes = {bucket.shape for bucket in self.allocation.buckets}
+        found = []
+        for nodes, profile in zip(self.request.cluster.nodes, self.request.profiles, strict=True):
+            grids = tuple(grid for grid in profile.engines if f"{nodes.name}/tp{grid.tp}" in shapes)
+            if grids:
+                found.append((nodes, replace(profile, engines=grids)))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +177,30 @@ def overlapping_samples(seeds: range, factors: BatchFactors) -> Iterable[Sample]
         yield _sample(plan, menu.problem, simulate_steps(case, plan).seconds)
 
 
+def fit(samples: Sequence[Sample]) -> BatchFactors:
+    """Least squares of the logarithms of predicted by simulated seconds, by Gauss and Newton's method."""
+
+    def factors_of(values: Floats) -> BatchFactors:
+        return replace(UNCORRECTED, **dict(zip(_PARTS, values.tolist(), strict=True)))
+
+    def errors(values: Floats) -> Floats:
+        factors = factors_of(values)
+        return np.array([np.log(sample.price(factors) / sample.seconds) for sample in samples])
+
+    before = np.ones(len(_PARTS))
+    factors = before
+    for _ in range(_ROUNDS):
+        now = errors(factors)
+        slopes = np.array([(errors(factors + _STEP * unit) - now) / _STEP for unit in np.eye(len(_PARTS))]).T
+        # A heavy-tailed batch is no reason to misprice all others.
+        weights = 1 / np.sqrt(np.maximum(np.abs(now), 0.05))
+        rows = np.vstack([slopes * weights[:, None], _PRIOR * np.sqrt(len(samples)) * np.eye(len(_PARTS))])
+        wanted = np.concatenate([-now * weights, _PRIOR * np.sqrt(len(samples)) * (before - factors)])
+        change = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+        factors = np.clip(factors + np.clip(change, -_TRUST, _TRUST), *_RANGE)
+    return factors_of(factors.round(2))
+
+
 def write_table(factors: BatchFactors, path: Path) -> None:
     """Put the factors where the file has them."""
     lines = "".join(f"    {field}={value!r},\n" for field, value in asdict(factors).items())
@@ -160,6 +243,14 @@ def price_case(case: Case, batches: tuple[int, int], factors: BatchFactors = BAT
 def _standard_error(seconds: Sequence[float]) -> float:
     """Standard error of the mean, relative to the mean; infinite for fewer than two."""
     return stdev(seconds) / fmean(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
+
+
+def priced_seconds(problem: Problem, allocation: Allocation) -> float:
+    """Predicted seconds of a batch's rollout, weights loaded before; where batches overlap, of a step."""
+    if problem.staleness:
+        return price(problem, allocation).step
+    prices = bucket_prices(problem, allocation)
+    return max(max(price.load, price.residence) - price.option.stall for price in prices)
 
 
 def verdict_rows(found: Sequence[Priced]) -> list[Row]:

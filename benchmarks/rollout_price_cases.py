@@ -1,24 +1,47 @@
-"""Random clusters and distributions of trajectories whose rollout is priced and simulated.
+"""Random clusters and distributions of trajectories: cases that are planned, priced and simulated.
 
-Invariant: a case is determined by its family and seed alone; no family is both fitted and tested.
+Invariant: a case is determined by its family and seed alone; no family is both fitted and tested. The planner, and the
+router of a whole run, know the case's observed trajectories and nothing that is simulated afterwards; engines,
+trainers, staleness and times are the plan's. The router of a single rollout knows every length, so what differs from
+its price is what the price leaves out.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from benchmarks.evaluation.oracle import Oracle
+from libra.choose.recall import with_recall
 from libra.config.recipe import Recipe
+from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from libra.plan.model.solve import solve
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import Menu
+from libra.plan.plan import Plan, answer
+from libra.plan.planner import Planner
+from libra.plan.problem import InfeasiblePlanError
+from libra.route.catalogue import policy_named
+from libra.route.policy import Policy
+from libra.sim.clock import seconds
+from libra.sim.cluster import SimCluster
+from libra.sim.of_plan import teach
+from libra.sim.planned_engines import planned_engines
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.outcome import SimulatedStep
+from libra.sim.training_run.system import System
 from libra.sim.workload.distributions import Constant, LogNormal, LongTail, Uniform
 from libra.sim.workload.generated import Agent, Tool, agent_trajectories
+from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, read_trajectories, truncate
 
 # Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
@@ -115,22 +138,13 @@ def logged_cases() -> list[Case]:
 
 
 def _drawn_from(path: Path, longest: int) -> Make:
-    log = _finished(path, longest)
+    log = [truncate(trajectory, longest) for trajectory in read_trajectories(path) if trajectory.finished]
 
     def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
         drawn = random.Random(number).choices(log, k=prompts * samples_per_prompt)
         return tuple(replace(it, id=f"{it.id} {copy}") for copy, it in enumerate(drawn))
 
     return make
-
-
-def logged_trajectories(case: Case) -> list[Trajectory]:
-    """The finished ones of the log that a logged case is named after, in its order."""
-    return _finished(LOGS / f"{case.name}.jsonl", case.recipe.max_length)
-
-
-def _finished(path: Path, longest: int) -> list[Trajectory]:
-    return [truncate(trajectory, longest) for trajectory in read_trajectories(path) if trajectory.finished]
 
 
 def _profiles(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
@@ -258,3 +272,153 @@ FAMILIES: dict[str, Callable[[random.Random, int], list[tuple[float, Agent]]]] =
     "terminal": _terminal,
     "blend": _blend,
 }
+
+
+# Their plans
+
+_REPLAYED = 4_096  # observed trajectories that a router learns from, or is measured on
+
+
+def request_of(case: Case) -> ClusterRequest:
+    """The planner's request for a case, from all of its observed trajectories."""
+    planner = Planner(case.cluster, case.model, case.recipe, case.profiles)
+    tracker = planner.tracker(case.observed(), half_life_steps=1e6)  # all of them count
+    return planner.request(tracker)
+
+
+def plan_case(case: Case, factors: BatchFactors = BATCH) -> tuple[Plan, Menu]:
+    """The best plan and what it was chosen from. Raises `InfeasiblePlanError`."""
+    request = request_of(case)
+    menu = request.menu(factors)
+    return answer(request, menu, solve(menu.problem)), menu
+
+
+def routed_case(case: Case) -> tuple[Plan, Menu]:
+    """As `plan_case`, with the recall of the recipe's router on observed trajectories, as `libra plan` does."""
+    request, menu, best = with_recall(request_of(case), _replayed(case), policy_named(case.recipe.router, seed=0))
+    return answer(request, menu, best), menu
+
+
+def taught_router(case: Case) -> Policy:
+    """The recipe's router, after it has learned from observed trajectories."""
+    router = policy_named(case.recipe.router, seed=0)
+    teach(router, _replayed(case))
+    return router
+
+
+def _replayed(case: Case) -> tuple[Trajectory, ...]:
+    return case.observed()[:_REPLAYED]
+
+
+# Simulated
+
+# The first batches, one more than the staleness, all start together. `_PERIODS` times their number of steps are
+# measured, at least `_LEAST`, so that whatever they do in turn is done equally often. The same number of steps follows,
+# so that no measured step has engines with less to do because no later batches start.
+_PERIODS, _LEAST = 6, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Outcome of the measured steps."""
+
+    seconds: float  # of a step, mean
+    each: tuple[float, ...]  # seconds of the steps, one by one
+    training: float  # seconds of a step in which the trainer computes, mean
+
+
+@dataclass(slots=True)
+class CaseEpisodes:
+    """The case's batches as groups, one after the other from `first` on; they do not drift."""
+
+    case: Case
+    first: int = 0
+    samples_per_prompt: int = field(init=False)
+    max_context: int = field(init=False)
+    _batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.samples_per_prompt = self.case.recipe.samples_per_prompt
+        self.max_context = self.case.recipe.max_length
+
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        batch, position = divmod(number, self.case.recipe.prompts)
+        if batch not in self._batches:
+            self._batches[batch] = self.case.batch(self.first + batch)
+        size = self.samples_per_prompt
+        drawn = self._batches[batch][position * size : (position + 1) * size]
+        return tuple(
+            replace(trajectory, id=f"{number}/{sample}", prompt_id=str(number), policy_version=version)
+            for sample, trajectory in enumerate(drawn)
+        )
+
+
+def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> float:
+    """Seconds until the last trajectory of the batch is finished; all begin at once, on empty engines that have their
+    weights."""
+    limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
+    workload = Replay(batch)
+    cluster = SimCluster(planned_engines(plan), workload, Oracle({it.id: it for it in batch}), limits=limits)
+    cluster.run()
+    if workload.completed != len(batch):
+        raise RuntimeError(f"{len(batch) - workload.completed} trajectories did not finish: {workload.unfinished}")
+    return max(seconds(request.finish or 0) for request in cluster.requests)
+
+
+def measured_steps(staleness: int) -> tuple[int, int]:
+    """Numbers of steps: those left out at the beginning, which start together, and those measured after them."""
+    ahead = 1 + staleness
+    return ahead, max(_LEAST, _PERIODS * ahead)
+
+
+def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: int = 0) -> Steps:
+    """Mean seconds of a step under the plan, its first ones left out. `measured` steps count, if not those of
+    `measured_steps`; batches are those of the case from the `first` on."""
+    episodes = CaseEpisodes(case, first)
+    system = System(case.recipe.router, plan, lambda: taught_router(case))
+    ahead, usual = measured_steps(case.recipe.staleness)
+    count = usual if measured is None else measured
+    steps = simulate_posttraining(system, episodes, ahead + count + ahead).steps[: ahead + count]
+    each = tuple(_seconds(steps, ahead))
+    return Steps(sum(each) / count, each, sum(step.training for step in steps[ahead:]) / count)
+
+
+def _seconds(steps: tuple[SimulatedStep, ...], ahead: int) -> Iterator[float]:
+    for before, step in zip(steps[ahead - 1 :], steps[ahead:], strict=False):
+        yield step.ended - before.ended
+
+
+# A cell of `step-price`
+
+FIRST_SEED = 3_000  # of its cases; those of the fits are below 1,000
+_ANOTHER = 1_000  # is added to the seed of a case that has no plan
+_DRAWS = 10
+
+
+def step(family: str, seed: int, staleness: int) -> dict[str, Any]:
+    """Predicted and simulated seconds of a step. A case that has no plan is left out, and another is drawn."""
+    if family not in TESTED or seed < FIRST_SEED:
+        raise ValueError(f"{family} {seed} may have been fitted to: give one of {TESTED} and {FIRST_SEED} or more")
+    for draw in range(_DRAWS):
+        case = make_case(family, seed + draw * _ANOTHER, staleness, gpus=("A800", "H800"), samples=(8, 16))
+        try:
+            plan, _ = routed_case(case)
+        except InfeasiblePlanError:
+            continue
+        simulated = simulate_steps(case, plan)
+        assert plan.layout is not None
+        return {
+            "drawn": case.name,
+            "devices": case.cluster.devices,
+            "model": case.model.name,
+            "experts": case.model.experts is not None,
+            "buckets": [[bucket.shape, bucket.engines, bucket.up_to] for bucket in plan.allocation.buckets],
+            "training_devices": plan.layout.devices,
+            "bottleneck": plan.predicted.bottleneck,
+            "predicted": plan.predicted.step,
+            "simulated": simulated.seconds,
+            "each": list(simulated.each),
+            "predicted_training": plan.predicted.training,
+            "simulated_training": simulated.training,
+        }
+    raise RuntimeError(f"{family}, seed {seed}: none of {_DRAWS} cases drawn has a plan; give another seed")

@@ -6,19 +6,21 @@ the other half is served; only the oracle knows each trajectory's end.
     python -m benchmarks.routing_plans [--quick] [--runs] [--first-seed N] [--seeds N] [--json FILE]
 
 Ratios are to sticky least-loaded routing, means over seeds. One batch gives its makespan and the mean time of its
-trajectories; `--runs` adds the mean step of a post-training run of 8 steps. Logs of real agents are left out where they
-are not at hand (`LIBRA_DATA`).
+trajectories; `--runs` adds the mean step of a post-training run of 8 steps. Logs of real agents are left out where
+they are not in the folder `LIBRA_DATA`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.command import command_line
-from benchmarks.evaluation.agent_logs import FILES, halves, present, read_log, without_waits
 from benchmarks.evaluation.engines import a800_nodes, profiles_of
 from benchmarks.evaluation.oracle import Oracle
 from benchmarks.rollout_price_cases import TESTED, make_case
@@ -44,7 +46,12 @@ MOST = 1.01  # of least-loaded's time that `OURS` may take
 SEARCH = Path(__file__).parents[1] / "examples" / "search_agent.jsonl"
 
 _MODEL = "Qwen/Qwen3-14B"
-_LONGEST: Mapping[str, int] = {"airline": 8192, "claude-code": 40_960}  # tokens that a trajectory is cut at
+_DATA = Path(os.environ.get("LIBRA_DATA", Path(__file__).parents[1] / "../shared/data/trajectories"))
+_AGENTS = {  # by name: the file of a log, and the tokens that a trajectory is cut at
+    "airline": ("tau_bench_airline.jsonl", 8192),
+    "claude-code": ("claude_code_sessions.jsonl", 40_960),
+}
+_USER = "user"  # who is asked, in these logs, as a tool is
 _SIZES = (1, 2, 3)  # buckets that a plan may have
 _STEPS = 8
 _PROMPTS = 192  # of a random log's halves
@@ -110,9 +117,26 @@ def questions(seed: int, families: Sequence[str] = TESTED) -> Iterator[Question]
 
 def _logs(seed: int) -> Iterator[tuple[str, tuple[Sequence[Trajectory], Sequence[Trajectory]], int]]:
     yield "search", halves([it for it in read_trajectories(SEARCH) if it.finished], seed), 40_960
-    for log in FILES:
-        if present(log):
-            yield log, halves([without_waits(it) for it in read_log(log)], seed), _LONGEST[log]
+    for log, (file, longest) in _AGENTS.items():
+        if (_DATA / file).is_file():
+            finished = [without_waits(it) for it in read_trajectories(_DATA / file) if it.finished]
+            yield log, halves(finished, seed), longest
+
+
+def without_waits(trajectory: Trajectory) -> Trajectory:
+    """The trajectory as if it were not known how long a person took to answer: in training none is asked."""
+    turns = (replace(turn, tool_seconds=None) if turn.tool == _USER else turn for turn in trajectory.turns)
+    return replace(trajectory, turns=tuple(turns))
+
+
+def halves(log: Sequence[Trajectory], seed: int) -> tuple[tuple[Trajectory, ...], tuple[Trajectory, ...]]:
+    """The trajectories of a random half of the prompts, and those of the others."""
+    prompts = list(dict.fromkeys(trajectory.prompt_id for trajectory in log))
+    if len(prompts) < 2:
+        raise ValueError(f"the log has {len(prompts)} prompts; two halves need 2 or more")
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    chosen = {prompts[number] for number in order[: len(prompts) // 2].tolist()}
+    return tuple(it for it in log if it.prompt_id in chosen), tuple(it for it in log if it.prompt_id not in chosen)
 
 
 def _sizes(

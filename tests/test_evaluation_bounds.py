@@ -20,7 +20,7 @@ SMALL = Setting("Qwen/Qwen3-14B", "search_r1", nodes=2, groups=GROUPS, steps=8, 
 
 def _longest_tools(setting: Setting) -> list[float]:
     """By step."""
-    steps = [range(step * GROUPS, (step + 1) * GROUPS) for step in range(setting.run_steps)]
+    steps = [range(step * GROUPS, (step + 1) * GROUPS) for step in range(setting.steps)]
     groups = [[trajectory for number in step for trajectory in setting.episodes.group(number, 0)] for step in steps]
     return [max(sum(turn.tool_seconds or 0.0 for turn in it.turns) for it in group) for group in groups]
 
@@ -31,7 +31,7 @@ def test_no_run_is_faster_than_its_tools(staleness: int) -> None:
     setting = replace(TOOLS, staleness=staleness)
     planner = setting.planner()
     system = System("s", planner.plan(setting.tracker(planner)), LeastLoaded)
-    run = simulate_posttraining(system, setting.episodes, setting.run_steps)
+    run = simulate_posttraining(system, setting.episodes, setting.steps)
     longest = _longest_tools(setting)
     assert run.seconds > sum(longest[staleness :: 1 + staleness])
 

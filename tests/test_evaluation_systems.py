@@ -14,15 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.evaluation_page import require_found, require_places
 
-from benchmarks.evaluation import (
-    ablation,
-    baselines,
-    scaling,
-    sensitivity,
-    systems,
-    throughput,
-    whole_runs,
-)
+from benchmarks.evaluation import ablation, baselines, systems, throughput, whole_runs
 from benchmarks.evaluation.baselines import Choice, choices
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.choices import FINALISTS, choice_cell, choose, chosen, kept_ours, search
@@ -42,11 +34,12 @@ from benchmarks.evaluation.systems import (
     ours,
     published,
 )
-from benchmarks.evaluation.whole_runs import run, scale, told
+from benchmarks.evaluation.whole_runs import run, told
 from libra.choose.choice import choose_plan
 from libra.choose.confirmation import simulated_gain
 from libra.config.cache import cache_directory
 from libra.config.recipe import Recipe
+from libra.cost.device import SwitchCost
 from libra.plan.simulated import SimulatedGain
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.system import PUBLISHED_SWITCH, System
@@ -54,7 +47,7 @@ from libra.sim.training_run.system import PUBLISHED_SWITCH, System
 MODEL = "Qwen/Qwen3-14B"
 SMALL = Setting(MODEL, "search_r1", nodes=2, groups=2, steps=3, staleness=1)
 BUSY = replace(SMALL, groups=8)  # so much to train on that trainers alone rule choices out
-EXPERIMENTS = [it.EXPERIMENT for it in (throughput, ablation, sensitivity, scaling)]
+EXPERIMENTS = [it.EXPERIMENT for it in (throughput, ablation)]
 SPEED = {"colocated": 1000.0, "even": 2000.0, "static": 2500.0, "ours": 4000.0, "oracle": 4400.0}  # others: 1500
 
 
@@ -66,10 +59,10 @@ def made_up(cell: Cell) -> dict[str, Any]:
         return {"choice": choice, "judged": [choice | {"throughput": 1.0}], "left_out": 3}
     if cell.function is choose:
         return {"plan": {}}
-    seed, steps = asked["setting"]["seed"], Setting(**asked["setting"]).run_steps
+    seed, steps = asked["setting"]["seed"], asked["setting"]["steps"]
     speed = SPEED.get(asked["system"], 1500.0) * (1 + seed * (0.02 if asked["system"] == "ours" else 0.01))
     speed *= 0.8 if asked.get("parts") else 1.0
-    values = {
+    return {
         "throughput": speed,
         "seconds": steps * 1e6 / speed,
         "trainer_share": 0.5,
@@ -80,7 +73,6 @@ def made_up(cell: Cell) -> dict[str, Any]:
         "changes": 2,
         "ended": [(number + 1) * 1e6 / speed for number in range(steps)],
     }
-    return values | ({"planning": 0.1, "simulating": 1.0} if cell.function is scale else {})
 
 
 def results(experiment: Experiment, quick: bool = False) -> list[Result]:
@@ -96,7 +88,7 @@ def test_tables_rows_and_figures_are_made_of_the_results(experiment: Experiment,
     found = require_found(experiment, results(experiment, quick))
     assert all(math.isfinite(row.value) for row in found.rows)
     intervals = any(re.search(r"\d \([\d.,]+ to [\d.,]+\)", table.markdown()) for table in found.tables.values())
-    assert intervals == (not quick and experiment.name != "scaling")
+    assert intervals == (not quick)
     if not quick:
         require_places(experiment, found)
 
@@ -105,14 +97,10 @@ def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
     def calls(experiment: Experiment) -> list[tuple[str, Any]]:
         return [(cell.function_name, cell.arguments) for cell in experiment.cells(False)]
 
-    whole, chain, others = calls(throughput.EXPERIMENT), calls(ablation.EXPERIMENT), calls(sensitivity.EXPERIMENT)
+    whole, chain = calls(throughput.EXPERIMENT), calls(ablation.EXPERIMENT)
     assert [call for call in chain if not call[1].get("parts")] == [call for call in chain if call in whole]
     begins = [arguments["parts"] for function, arguments in chain if function.endswith(":choose")]
     assert {} in begins and len(begins) == len(ablation.PARTS) + 2  # routed otherwise, and whole batches
-    # What is usual is one of the values of all that is varied.
-    usual = Setting(MODEL, "search_r1", steps=sensitivity.STEPS).arguments()
-    shared = [arguments for _, arguments in others if arguments["setting"] == usual and "parts" not in arguments]
-    assert shared == [{"setting": usual, "system": system} for system in ("ours", "static")]
 
 
 def test_runs_of_other_lengths_share_their_searches() -> None:
@@ -122,10 +110,6 @@ def test_runs_of_other_lengths_share_their_searches() -> None:
     whole = searches(throughput.EXPERIMENT)
     systems = [*NAMES, *throughput.SECOND]
     assert len(whole) == len(throughput.WORKLOADS) * sum(system in baselines.NAMES for system in systems)
-    usual = [it for it in searches(sensitivity.EXPERIMENT) if it in whole]
-    assert [(it["system"], it["setting"]["signal"], it["setting"]["staleness"]) for it in usual] == [
-        ("static", "strong", 4)
-    ]
 
 
 def test_a_search_is_one_for_all_seeds_and_starts_before_the_runs() -> None:
@@ -286,7 +270,7 @@ def test_the_plan_that_ours_begins_with_is_that_of_libra_plan_and_kept(
     assert planner.recipe.max_buckets == Recipe.model_fields["max_buckets"].default
     plan = choose_plan(planner.request(SMALL.tracker(planner)), SMALL.known, effort=EFFORT)
     assert plan.simulated is not None and len(plan.finalists) > 1
-    for seed, parts in ((0, {}), (3, {"move_kv": False, "switch": 4.0})):
+    for seed, parts in ((0, {}), (3, {"move_kv": False})):
         assert kept_ours(replace(SMALL, seed=seed), parts).plan == plan
     assert ours(SMALL).plan == plan
     (kept,) = (cache_directory() / "evaluation").iterdir()
@@ -303,22 +287,18 @@ def test_changes_of_ours_are_tried_in_simulation(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(systems, "simulated_gain", rehearsed)
     setting = replace(SMALL, steps=8)
     worst = baselines.system(setting, "static", choices(setting, "static")[-1]).plan
-    free = Parts(switch=0.0)
-    changes = simulate_posttraining(ours(setting, free, worst), setting.episodes, 8).changes
+    monkeypatch.setattr(systems, "PUBLISHED_SWITCH", SwitchCost(0.0, 0.0, 0.0))
+    changes = simulate_posttraining(ours(setting, plan=worst), setting.episodes, 8).changes
     assert len(changes) == sum(it.seconds > it.error for it in tried) > 0
     tried.clear()
-    simulate_posttraining(ours(setting, replace(free, most_buckets=1), worst), setting.episodes, 8)
+    simulate_posttraining(ours(setting, Parts(most_buckets=1), worst), setting.episodes, 8)
     assert not tried
 
 
-def test_size_and_parts_reach_the_run() -> None:
+def test_sizes_reach_the_run() -> None:
     assert SMALL.gpus == 16 and SMALL.recipe().batch == 32
     assert replace(SMALL, groups=None).recipe().batch == 512
-    slow = ours(SMALL, Parts(switch=4.0, most_buckets=1))
-    assert slow.switch.engine_start == 4 * PUBLISHED_SWITCH.engine_start
-    outcome = scale(replace(SMALL, steps=60, first=3).arguments(), "ours")
-    assert len(outcome["ended"]) == 3 and outcome["choice"] is None
-    assert min(outcome[what] for what in ("planning", "simulating")) > 0
+    assert ours(SMALL, Parts(most_buckets=1)).switch == PUBLISHED_SWITCH
 
 
 def test_sizes_by_hand_are_those_of_prices_and_kv_moves_from_published_cmlfq_on() -> None:

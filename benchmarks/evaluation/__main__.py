@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from benchmarks.command import command_line
 from benchmarks.evaluation.cells import CellError, run
-from benchmarks.evaluation.experiment import Experiment, Found, experiments
+from benchmarks.evaluation.experiment import Found, experiments
 from benchmarks.page import with_tables
 from benchmarks.rows import report, write_rows
 
@@ -43,10 +43,8 @@ def _main(options: argparse.Namespace) -> int:
     found: dict[str, Found] = {}
     for experiment in chosen:
         console.print(f"\n[bold]{escape(experiment.title)}[/] ({experiment.name})", highlight=False)
-        if _can_run(experiment, options.names, console):
-            its = experiment.found(run(experiment.cells(options.quick), options.processes))
-            found[experiment.name] = its
-            report(its.rows, None)
+        found[experiment.name] = experiment.found(run(experiment.cells(options.quick), options.processes))
+        report(found[experiment.name].rows, None)
     if options.figures is not None:
         for name, its in found.items():
             for figure, drawn in its.figures.items():
@@ -58,16 +56,6 @@ def _main(options: argparse.Namespace) -> int:
         page = options.markdown.read_text(encoding="utf-8")
         options.markdown.write_text(with_tables(page, tables), encoding="utf-8")
     return 0
-
-
-def _can_run(experiment: Experiment, named: Sequence[str], console: Console) -> bool:
-    """Whether all that it needs is there; where it is not, it is left out, or refused if it was named."""
-    lacking = experiment.lacks()
-    if lacking is not None and experiment.name in named:
-        raise ValueError(f"{experiment.name}: {lacking}")
-    if lacking is not None:
-        console.print(f"left out: {escape(lacking)}", highlight=False, soft_wrap=True)
-    return lacking is None
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def search(setting: dict[str, Any], system: str) -> dict[str, Any]:
 
 
 def search_cell(setting: Setting, system: str, name: str) -> Cell:
-    where = replace(setting, seed=0, steps=HINDSIGHT_STEPS, first=None)
+    where = replace(setting, seed=0, steps=HINDSIGHT_STEPS)
     arguments = {"setting": where.arguments(), "system": system}
     return Cell(name, search, arguments, where.files, cost=_FIRST * _LONG.get(system, 1))
 
@@ -64,7 +64,7 @@ def choose(setting: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 
 def choice_cell(setting: Setting, parts: Mapping[str, Any], name: str) -> Cell:
     """The same cell for all parts that do not affect the first plan."""
-    where = replace(setting, seed=0, steps=STEPS, first=None)
+    where = replace(setting, seed=0, steps=STEPS)
     deciding = {what: value for what, value in parts.items() if what in _DECIDING}
     words = ", ".join([name, *(f"{what} {value}" for what, value in deciding.items())])
     return Cell(words, choose, {"setting": where.arguments(), "parts": deciding}, where.files, cost=2 * _FIRST)

@@ -7,7 +7,6 @@ refused, not guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 LEVEL = 0.95
-RESAMPLES = 2000  # of a bootstrap: Efron and Tibshirani 1993, sec. 13.3, ask for 1,000 or more of a percentile interval
 
 Array = NDArray[np.float64]
 
@@ -31,13 +29,6 @@ class Estimate:
         """Such as `3,024 (2,990 to 3,058)`."""
         said = f"{self.value:{form}}"
         return said if self.ends is None else f"{said} ({self.ends[0]:{form}} to {self.ends[1]:{form}})"
-
-    def around(self, form: str) -> str:
-        """Such as `3,024 ± 34`: the longer half of the interval."""
-        said = f"{self.value:{form}}"
-        if self.ends is None:
-            return said
-        return f"{said} ± {max(self.ends[1] - self.value, self.value - self.ends[0]):{form}}"
 
 
 def mean(values: ArrayLike) -> Estimate:
@@ -67,32 +58,6 @@ def ratio(numerators: ArrayLike, denominators: ArrayLike) -> Estimate:
     found = mean(np.log(above) - np.log(below))
     assert found.ends is not None
     return Estimate(math.exp(found.value), (math.exp(found.ends[0]), math.exp(found.ends[1])))
-
-
-def bootstrap(
-    statistic: Callable[[Array], float], values: ArrayLike, seed: int, resamples: int = RESAMPLES
-) -> Estimate:
-    """`statistic(values)`, by the percentile bootstrap (Efron 1979).
-
-    Approximate: too narrow for few entries. An estimate beyond the percentiles, as of a statistic that is biased, is
-    itself the end of the interval. Raises ValueError for fewer than two values.
-    """
-    given = _values("values", values, 2)
-    value = float(statistic(given))
-    if len(set(given.tolist())) == 1:  # nothing to draw; scipy would call it degenerate
-        return Estimate(value, (value, value))
-    found = stats.bootstrap(
-        [given],
-        statistic,
-        n_resamples=resamples,
-        vectorized=False,
-        paired=True,
-        confidence_level=LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = found.confidence_interval
-    return Estimate(value, (min(float(low), value), max(float(high), value)))
 
 
 def _values(name: str, values: ArrayLike, least: int) -> Array:

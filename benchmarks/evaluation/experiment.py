@@ -10,19 +10,15 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.figures import Figure
+from benchmarks.evaluation.figures import BarChart
 from benchmarks.evaluation.table import Table
 from benchmarks.rows import Row
 from libra.config.yaml_file import unknown
 
 MODULES = (  # of this package, in the order of the page; each has an `EXPERIMENT`
-    "tp_by_length",
     "step_price",
     "throughput",
     "ablation",
-    "sensitivity",
-    "scaling",
-    "routing_real",
 )
 
 
@@ -35,7 +31,7 @@ class Found:
     """
 
     tables: Mapping[str, Table]
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, BarChart]
     more: Sequence[Row] = ()
 
     @property
@@ -53,7 +49,6 @@ class Experiment:
     question: str
     cells: Callable[[bool], Sequence[Cell]]
     found: Callable[[Sequence[Result]], Found]
-    lacks: Callable[[], str | None] = lambda: None  # why it cannot be run here, and the remedy; None: it can
 
 
 def experiments(names: Sequence[str] = ()) -> tuple[Experiment, ...]:

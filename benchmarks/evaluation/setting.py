@@ -38,14 +38,9 @@ class Setting:
     steps: int = STEPS
     seed: int = 0
     groups: int | None = None  # that a step trains on; None: as many as the workload says
-    first: int | None = None  # steps that are run, of those of the drift; None: all
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)
-
-    @property
-    def run_steps(self) -> int:
-        return self.steps if self.first is None else self.first
 
     @property
     def gpus(self) -> int:

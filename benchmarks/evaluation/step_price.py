@@ -13,10 +13,8 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.engines import shape_file
 from benchmarks.evaluation.estimates import mean
 from benchmarks.evaluation.experiment import Experiment, Found
-from benchmarks.evaluation.figures import PointChart
-from benchmarks.evaluation.predicted_steps import FIRST_SEED, step
 from benchmarks.evaluation.table import Column, Table, Value
-from benchmarks.rollout_price_cases import MODELS, TESTED
+from benchmarks.rollout_price_cases import FIRST_SEED, MODELS, TESTED, step
 from benchmarks.rows import Row
 
 STALENESS = (0, 1, 4)
@@ -72,29 +70,13 @@ def _found(results: Sequence[Result]) -> Found:
         body[name] = (len(its), fmean(errors), fmean(sizes), max(sizes), beyond)
     body["published, end to end"] = PUBLISHED
     sizes = [abs(error(it)) for it in results]
-    points = {
-        f"staleness {staleness}": [
-            (float(it.values["simulated"]), float(it.values["predicted"]))
-            for it in results
-            if it.cell.arguments["staleness"] == staleness
-        ]
-        for staleness in STALENESS
-    }
-    figure = PointChart(
-        f"Predicted and simulated steps of {len(results)} random clusters and workloads",
-        "Predicted against simulated seconds of an optimiser step, a mark for each case, both on logarithmic axes;"
-        " on the line they are equal.",
-        points,
-        "simulated seconds of a step",
-        "predicted seconds of a step",
-    )
     more = [
         Row("goals", "mean |error|", fmean(sizes), "%", f"at most {MEAN_GOAL:g} %", fmean(sizes) <= MEAN_GOAL),
         Row("goals", "largest |error|", max(sizes), "%", f"at most {LARGEST_GOAL:g} %", max(sizes) <= LARGEST_GOAL),
         Row("all", "training: mean |error|", fmean(abs(error(it, "_training")) for it in results), "%"),
         Row("all", "half width of a simulated mean's 95 % interval", fmean(map(_width, results)), "%"),
     ]
-    return Found({"errors": Table("cases", columns, body)}, {"seconds": figure}, more)
+    return Found({"errors": Table("cases", columns, body)}, {}, more)
 
 
 def _width(result: Result) -> float:

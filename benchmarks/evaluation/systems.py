@@ -7,7 +7,7 @@ never change their plan are `baselines`. Who publishes a system by these names: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,6 @@ class Parts:
     start_by_cache: bool = True
     # Engine sizes set by hand: prices alone decide, and nothing is simulated first. None: as `libra plan` chooses.
     most_buckets: int | None = None
-    switch: float = 1.0  # times the published seconds of role changes
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def ours(setting: Setting, parts: Parts | None = None, plan: Plan | None = None)
         "ours",
         plan,
         router(setting, parts.route),
-        switch=SwitchCost(**{what: parts.switch * seconds for what, seconds in asdict(PUBLISHED_SWITCH).items()}),
+        switch=PUBLISHED_SWITCH,
         serve_by_priority=True,
         start_by_cache=parts.start_by_cache,
         move_kv=parts.move_kv,

@@ -22,13 +22,12 @@ class Column:
     name: str
     form: str = ",.0f"  # format of its numbers
     unit: str = ""
-    around: bool = False  # intervals are written as ±
 
     def written(self, value: Value) -> str:
         if value is None or isinstance(value, str):
             return value or ""
         estimate = value if isinstance(value, Estimate) else Estimate(value)
-        said = estimate.around(self.form) if self.around else estimate.written(self.form)
+        said = estimate.written(self.form)
         return f"{said} %" if self.unit == "%" else said
 
 
@@ -39,7 +38,6 @@ class Table:
     head: str
     columns: tuple[Column, ...]
     body: Mapping[str, Sequence[Value]]  # by label
-    note: str = ""  # a sentence below the table
     case: str = ""
 
     def rows(self) -> Iterator[Row]:
@@ -56,4 +54,4 @@ class Table:
             [label, *(column.written(value) for column, value in zip(self.columns, values, strict=True))]
             for label, values in self.body.items()
         ]
-        return "\n\n".join(filter(None, (markdown([self.head, *(it.name for it in self.columns)], body), self.note)))
+        return markdown([self.head, *(it.name for it in self.columns)], body)

@@ -1,25 +1,20 @@
-"""Cells of whole runs: one system in one setting, and what deciding and simulating cost.
+"""Cells of whole runs: one system in one setting.
 
 Invariant: all systems of a setting get the same trajectories.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice
 from benchmarks.evaluation.choices import chosen, kept_ours
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, made, oracle
+from benchmarks.evaluation.systems import ORACLE_BUCKETS, made, oracle
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
-
-T = TypeVar("T")
 
 
 def run(
@@ -39,7 +34,7 @@ def run(
         what, episodes = made(where, system, chosen(where, system))
     else:
         what, episodes = made(where, system, None if choice is None else Choice(**choice))
-    return told(what, simulate_posttraining(what, episodes, where.run_steps))
+    return told(what, simulate_posttraining(what, episodes, where.steps))
 
 
 def _oracle(setting: Setting) -> dict[str, Any]:
@@ -47,7 +42,7 @@ def _oracle(setting: Setting) -> dict[str, Any]:
     found = []
     for most_buckets in ORACLE_BUCKETS:
         what, episodes = oracle(setting, most_buckets)
-        found.append(told(what, simulate_posttraining(what, episodes, setting.run_steps)))
+        found.append(told(what, simulate_posttraining(what, episodes, setting.steps)))
     return max(found, key=lambda values: float(values["throughput"]))
 
 
@@ -84,28 +79,3 @@ def _words(system: System) -> str:
     most = system.request.recipe.concurrency
     limit = "" if most is None else f"; {most} trajectories at once"
     return f"{plan.layout.devices} train ({plan.layout.family}); {engines}{limit}"
-
-
-# What deciding and simulating cost
-
-
-def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
-    """Outcome of a run, and CPU seconds of this process: `planning` of one plan, and `simulating` of the run with all
-    decisions in it. A baseline's search is a cell of its own, and so is the choice of the plan that ours begins
-    with."""
-    where = Setting(**setting)
-    planner = where.planner(**Parts().recipe)
-    tracker = where.tracker(planner)  # episodes and profiles are read before the clock starts
-    _, planning = _clocked(lambda: planner.plan(tracker))
-    choice: Choice | None = chosen(where, system) if system in baselines.NAMES else None
-    what, episodes = (kept_ours(where), where.episodes) if system == "ours" else made(where, system, choice)
-    outcome, simulating = _clocked(lambda: simulate_posttraining(what, episodes, where.run_steps))
-    found = told(what, outcome)
-    found |= {"planning": planning, "simulating": simulating}
-    return found | {"choice": None if choice is None else asdict(choice)}
-
-
-def _clocked(call: Callable[[], T]) -> tuple[T, float]:
-    began = time.process_time()
-    result = call()
-    return result, time.process_time() - began

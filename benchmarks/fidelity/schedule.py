@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Literal, get_args
 
 from benchmarks.fidelity.async_groups import vllm_ranks_ahead
-from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps
+from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps, vllm_schedule
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.hybrid import with_groups
@@ -22,7 +22,7 @@ from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import Tiered, random_tier, tiered_cluster
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, vllm_schedule
+from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from benchmarks.rows import Row
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec

@@ -1,7 +1,6 @@
-"""Decisions of vLLM's own V1 scheduler for a workload, with no model behind it.
+"""vLLM's own V1 scheduler, with no model behind it.
 
-Invariant: every decision is vLLM's. What is made up here is the clock, on which every iteration takes one tick, and the
-tokens that a model would have returned.
+Invariant: every decision is vLLM's. What is made up here are the tokens that a model would have returned.
 """
 
 from __future__ import annotations
@@ -83,43 +82,6 @@ class Step:
     free_blocks: int  # once everything above is scheduled, and before what finishes gives its blocks back
 
 
-def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[Step, ...]:
-    """The steps by which vLLM would serve `requests`.
-
-    A step that schedules something takes one tick. One that only preempts takes none: with the priority policy, a
-    request that finds no block and is itself the lowest is preempted, and no other is looked at in that step. What
-    happens at one instant happens in this order: steps end, requests are cancelled by rising number, requests arrive by
-    rising number, the next step is scheduled: with asynchronous scheduling the one after that. A request that is
-    cancelled no later than it arrives is never seen.
-
-    `requests` are read, not written.
-    """
-    engine = VllmEngine(config)
-    seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
-    arrivals = deque(sorted(seen, key=lambda request: (request.arrival, request.number)))
-    cancellations: dict[int, int] = {}  # of requests that have arrived
-    steps: list[Step] = []
-    time = 0
-    while arrivals or engine.busy:
-        if not engine.busy:
-            time = max(time, arrivals[0].arrival)
-        for number in sorted(number for number, instant in cancellations.items() if instant <= time):
-            engine.cancel(number)
-            del cancellations[number]
-        while arrivals and arrivals[0].arrival <= time:
-            request = arrivals.popleft()
-            engine.add(request)
-            if request.cancel_at is not None:
-                cancellations[request.number] = request.cancel_at
-        if not engine.busy or (engine.unfinished and engine.schedule()):
-            continue
-        step = engine.end_oldest(time)
-        if step.scheduled or step.preempted:
-            steps.append(step)
-        time += 1 if step.scheduled else 0
-    return tuple(steps)
-
-
 class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
@@ -165,7 +127,7 @@ class VllmEngine:
     @property
     def has_work(self) -> bool:
         """Whether the scheduler has work, be it for its connector alone."""
-        return bool(self.scheduler.has_requests())
+        return self.unfinished if self.scheduler.connector is None else bool(self.scheduler.has_requests())
 
     @property
     def transfers(self) -> OffloadingConnectorMetadata:

@@ -12,7 +12,6 @@ from benchmarks.command import command_line
 from benchmarks.public.case import CaseGroup
 from benchmarks.public.memory import memory_groups
 from benchmarks.public.pace import pace_groups
-from benchmarks.public.parameters import parameters_group
 from benchmarks.public.training import training_groups
 from benchmarks.rows import report
 
@@ -27,7 +26,6 @@ def main() -> None:
     readers: Mapping[str, Callable[[Path], Sequence[CaseGroup]]] = {
         "memory": memory_groups,
         "throughput": pace_groups,
-        "models": lambda folder: [parameters_group(folder)],
     }
     for folder, read in readers.items():
         if (given.data / folder).is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -258,14 +258,3 @@ class Around:
     @property
     def max_context(self) -> int:
         return self.episodes.max_context
-
-
-@dataclass(frozen=True, slots=True)
-class Stationary(Around):
-    """`Episodes` of one stage of a drift, whatever the version that they start with."""
-
-    episodes: Episodes
-    stage: int
-
-    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        return tuple(replace(each, policy_version=version) for each in self.episodes.group(number, self.stage))

@@ -265,6 +265,12 @@ def on_gpus(here: Path, **sections: dict[str, Any]) -> str:
         ([], {}, {}, "cluster.device: cuda, and nvidia-smi lists no GPU that is visible here; set it to cpu"),
         ([H100, FULL_GPU], {"share": 1}, {}, "GPU 1 (NVIDIA H100 80GB HBM3) is used by process 4711; use fewer slots"),
         ([H100], {}, {}, "cluster.share: a training replica needs about"),  # 20 bytes a parameter: 152 GiB
+        (  # 68 GiB are logits
+            [H100] * 16,
+            {"gpus": 8, "share": 1},
+            {"processes": 8, "sharding": "fsdp2", "micro_batch_tokens": 120_000},
+            "cluster.share: a training replica needs about 8",
+        ),
         ([H100] * 4, {"gpus": 2, "share": 1}, {}, "training.processes is 1, and a slot has 2 GPU(s)"),
     ],
 )

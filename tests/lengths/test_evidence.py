@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.tracking import simulated
+from benchmarks.evaluation import systems
+from benchmarks.evaluation.setting import Setting
+from benchmarks.workloads.definition import read
+from benchmarks.workloads.drifting_tasks import Around
+from libra.cost.engine_memory import BLOCK
 from libra.lengths import FALSE_ALARM_RATE, LengthTracker
+from libra.plan.plan import Plan
+from libra.sim.training_run.episodes import Episodes
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.system import Moment
 from libra.trajectory import Trajectory, Turn
 
 PER_STEP = 48
@@ -283,8 +291,72 @@ def test_in_expectation_what_is_cut_off_by_time_changes_nothing(
     assert np.abs(np.mean(errors, axis=0)).max() < np.abs(np.mean(ignorant, axis=0)).max()
 
 
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stationary(Around):
+    """`Episodes` of one stage of a drift, whatever the version that they start with."""
+
+    episodes: Episodes
+    stage: int
+
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        return tuple(replace(each, policy_version=version) for each in self.episodes.group(number, self.stage))
+
+
+class Watching:
+    """A `Replan` that keeps the plan, and feeds trackers with its input: `errors` at each step, as [P50, P90, P99,
+    mean] relative to the tracker that knows the ends."""
+
+    period = 1
+
+    def __init__(self, episodes: Episodes, batch: int, steps: int) -> None:
+        names = ("tracked", "finished only", "all")
+        self._trackers = {name: LengthTracker(2.0 * batch, block_tokens=BLOCK) for name in names}
+        for tracker in self._trackers.values():
+            tracker.observe_running(())
+        self._episodes, self._trajectories = episodes, steps * batch
+        self._started: set[str] = set()
+        self.errors: list[dict[str, Array]] = []
+
+    def decide(self, moment: Moment) -> Plan | None:
+        for trajectory in moment.finished:
+            for name in ("tracked", "finished only"):
+                self._trackers[name].observe(trajectory)
+        self._trackers["tracked"].observe_running(moment.running)
+        for trajectory in (*moment.finished, *moment.running):
+            if trajectory.id not in self._started:
+                self._started.add(trajectory.id)
+                self._trackers["all"].observe(self._whole(trajectory))
+        if len(self._started) < self._trajectories:  # from then on the run winds down
+            found = {name: _levels(tracker) for name, tracker in self._trackers.items()}
+            self.errors.append({name: found[name] / found["all"] - 1 for name in ("tracked", "finished only")})
+        return None
+
+    def _whole(self, trajectory: Trajectory) -> Trajectory:
+        group, sample = map(int, trajectory.id.split("/"))
+        return self._episodes.group(group, trajectory.policy_version)[sample]
+
+
+def _levels(tracker: LengthTracker) -> Array:
+    mean = sum(cls.share * cls.mean_context for cls in tracker.classes())
+    return np.array([*(tracker.quantile(q) for q in (0.5, 0.9, 0.99)), mean])
+
+
+def simulated(workload: str, steps: int) -> list[dict[str, Array]]:
+    """Errors at each step of a run on 48 A800, without the drift of the workload."""
+    setting, source = Setting("Qwen/Qwen3-14B", workload), read(workload)
+    tasks = source.episodes("strong", seed=source.seed)
+    episodes = Stationary(tasks, tasks.steps // 2)
+    watching = Watching(episodes, setting.groups_per_step * episodes.samples_per_prompt, steps)
+    system = systems.ours(setting, systems.Parts(replan=False))
+    simulate_posttraining(replace(system, replan=lambda: watching), episodes, steps)
+    return watching.errors
+
+
 def test_in_a_whole_run_lengths_are_those_of_a_tracker_that_knows_all_ends() -> None:
-    errors = simulated("r2e_gym", 0, steps=12)[4:]
+    errors = simulated("r2e_gym", steps=12)[4:]
     tracked, finished_only = (
         np.mean([at[name] for at in errors], axis=0) for name in ("tracked", "finished only")
     )  # P50, P90, P99 and mean

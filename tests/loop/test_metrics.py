@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fakes.dashboards import asked_by_dashboard
 from fakes.small_run import rows
 from prometheus_client.parser import text_string_to_metric_families
 from test_run import PER_STEP, SIZE, Runs, until
@@ -149,6 +150,7 @@ async def test_a_run_that_is_asked_while_it_goes_on(runs: Runs, monkeypatch: pyt
     assert {cause for causes in by_worker(ended).values() for cause in causes} <= set(Cause)
     assert sum(summary.device_seconds.values()) >= sum(wholes)
     assert documented_metrics() == {name + "_total" * (kind == "counter") for name, kind in types.items()}
+    assert asked_by_dashboard("run") <= ended.keys()
     assert (types["libra_device_seconds"], types["libra_staleness_versions"]) == ("counter", "histogram")
 
 

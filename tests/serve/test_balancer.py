@@ -1,4 +1,4 @@
-"""Several gateways behind nginx, by the example's file: sessions stay where they are, and outlive a gateway."""
+"""Several gateways behind nginx and behind Envoy, by the examples' files: sessions stay, and outlive a gateway."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,7 @@ from serve.processes import EXAMPLES, ended, start
 
 from libra.trajectory import read_trajectories
 
-NGINX = shutil.which("nginx")
 SESSIONS, TURNS = 40, 5
-
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(NGINX is None, reason="nginx is not here")]
 
 
 def free_port() -> int:
@@ -30,9 +29,50 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def nginx(program: str, folder: Path, port: int, gateways: Sequence[str]) -> list[str]:
+    """The command that starts it, with its file written."""
+    servers = "".join(f"server {gateway} max_fails=1 fail_timeout=2s;\n" for gateway in gateways)
+    text = (EXAMPLES / "nginx.conf").read_text(encoding="utf-8")
+    text = re.sub(r"(\s*server 127\.0\.0\.1:\d+ .*;)+", "\n" + servers, text)
+    text = text.replace("127.0.0.1:9000", f"127.0.0.1:{port}").replace("/tmp/libra-nginx", f"{folder}/nginx")
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    own = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
+    (folder / "nginx.conf").write_text(text.replace("http {\n", "http {\n" + own), encoding="utf-8")
+    command = [program, "-p", str(folder), "-e", str(folder / "nginx.log"), "-c", str(folder / "nginx.conf")]
+    return [*command, "-g", "daemon off; master_process off;"]
+
+
+def envoy(program: str, folder: Path, port: int, gateways: Sequence[str]) -> list[str]:
+    """The same."""
+    described = yaml.safe_load((EXAMPLES / "envoy.yaml").read_text(encoding="utf-8"))
+    [listener], [cluster] = (described["static_resources"][kind] for kind in ("listeners", "clusters"))
+    listener["address"]["socket_address"]["port_value"] = port
+    [locality] = cluster["load_assignment"]["endpoints"]
+    ports = (int(gateway.rpartition(":")[2]) for gateway in gateways)
+    addresses = ({"socket_address": {"address": "127.0.0.1", "port_value": each}} for each in ports)
+    locality["lb_endpoints"] = [{"endpoint": {"address": address}} for address in addresses]
+    (folder / "envoy.yaml").write_text(yaml.safe_dump(described), encoding="utf-8")
+    options = ["--disable-hot-restart", "--concurrency", "1", "--log-path", str(folder / "envoy.log")]
+    return [program, "-c", str(folder / "envoy.yaml"), *options]
+
+
+Balancer = Callable[[Path, int, Sequence[str]], list[str]]
+
+
+@pytest.fixture(params=[nginx, envoy], ids=["nginx", "envoy"])
+def balancer(request: pytest.FixtureRequest) -> Balancer:
+    name = request.param.__name__
+    program = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip(f"{name} is not here")
+    return partial(request.param, program)
+
+
 @contextmanager
-def behind_nginx(folder: Path, gateways: int) -> Iterator[tuple[str, list[subprocess.Popen[str]], list[Path]]]:
-    """Address of nginx, the gateways' processes and their logs."""
+def behind(
+    balancer: Balancer, folder: Path, gateways: int
+) -> Iterator[tuple[str, list[subprocess.Popen[str]], list[Path]]]:
+    """Address of the balancer, the gateways' processes and their logs."""
     described = yaml.safe_load((EXAMPLES / "gateway.yaml").read_text(encoding="utf-8"))
     with ended() as processes:
         emulated, engines = start("emulate", str(EXAMPLES / "engines.yaml"), "--speed", "50")
@@ -41,22 +81,15 @@ def behind_nginx(folder: Path, gateways: int) -> Iterator[tuple[str, list[subpro
             engine["url"] = engines["engines"][engine["name"]]
         file = folder / "gateway.yaml"
         file.write_text(yaml.safe_dump(described), encoding="utf-8")
-        routers, servers, logs = [], "", []
+        routers, addresses, logs = [], [], []
         for number in range(gateways):
             logs.append(folder / f"log-{number}.jsonl")
             router, said = start("route", str(file), "--shared", "--log", str(logs[-1]))
             processes.append(router)
             routers.append(router)
-            servers += f"server {said['base'].removeprefix('http://')} max_fails=1 fail_timeout=2s;\n"
+            addresses.append(said["base"].removeprefix("http://"))
         port = free_port()
-        text = (EXAMPLES / "nginx.conf").read_text(encoding="utf-8")
-        text = re.sub(r"(\s*server 127\.0\.0\.1:\d+ .*;)+", "\n" + servers, text)
-        text = text.replace("127.0.0.1:9000", f"127.0.0.1:{port}").replace("/tmp/libra-nginx", f"{folder}/nginx")
-        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        own = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
-        (folder / "nginx.conf").write_text(text.replace("http {\n", "http {\n" + own), encoding="utf-8")
-        command = [str(NGINX), "-p", str(folder), "-e", str(folder / "nginx.log"), "-c", str(folder / "nginx.conf")]
-        processes.append(subprocess.Popen([*command, "-g", "daemon off; master_process off;"], text=True))
+        processes.append(subprocess.Popen(balancer(folder, port, addresses), text=True))
         yield f"http://127.0.0.1:{port}", routers, logs
 
 
@@ -89,9 +122,23 @@ async def reachable(base: str, client: ClientSession) -> None:
             await asyncio.sleep(0.05)
 
 
+def test_both_files_hash_the_session_and_have_the_same_gateways() -> None:
+    text = (EXAMPLES / "nginx.conf").read_text(encoding="utf-8")
+    assert "hash $session consistent" in text and "map $http_x_session_id $session" in text
+    resources = yaml.safe_load((EXAMPLES / "envoy.yaml").read_text(encoding="utf-8"))["static_resources"]
+    [manager] = resources["listeners"][0]["filter_chains"][0]["filters"]
+    [host] = manager["typed_config"]["route_config"]["virtual_hosts"]
+    assert host["routes"][0]["route"]["hash_policy"][0]["header"] == {"header_name": "x-session-id"}
+    [locality] = resources["clusters"][0]["load_assignment"]["endpoints"]
+    addresses = [it["endpoint"]["address"]["socket_address"] for it in locality["lb_endpoints"]]
+    ports = [int(port) for port in re.findall(r"server 127\.0\.0\.1:(\d+)", text)]
+    assert [it["port_value"] for it in addresses] == ports
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("gateways", [2, 4])
-async def test_each_session_is_whole_at_one_gateway(tmp_path: Path, gateways: int) -> None:
-    with behind_nginx(tmp_path, gateways) as (base, _, logs):
+async def test_each_session_is_whole_at_one_gateway(balancer: Balancer, tmp_path: Path, gateways: int) -> None:
+    with behind(balancer, tmp_path, gateways) as (base, _, logs):
         async with ClientSession() as client:
             await reachable(base, client)
             attempts = await asyncio.gather(*(play(base, client, f"s{number}") for number in range(SESSIONS)))
@@ -103,8 +150,9 @@ async def test_each_session_is_whole_at_one_gateway(tmp_path: Path, gateways: in
     assert {len(each.turns) for each in whole} == {TURNS}
 
 
-async def test_a_killed_gateway_loses_no_session_that_its_client_repeats(tmp_path: Path) -> None:
-    with behind_nginx(tmp_path, 2) as (base, routers, logs):
+@pytest.mark.integration
+async def test_a_killed_gateway_loses_no_session_that_its_client_repeats(balancer: Balancer, tmp_path: Path) -> None:
+    with behind(balancer, tmp_path, 2) as (base, routers, logs):
         async with ClientSession() as client:
             await reachable(base, client)
             playing = [asyncio.create_task(play(base, client, f"s{number}")) for number in range(SESSIONS)]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.evaluation.agent_logs import halves
 from benchmarks.evaluation.engines import a800_nodes, profiles_of
 from benchmarks.rollout_price_cases import make_case
-from benchmarks.routing_plans import MOST, OURS, SEARCH, Question, question, ratios
+from benchmarks.routing_plans import MOST, OURS, SEARCH, Question, halves, question, ratios, without_waits
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
-from libra.trajectory import Trajectory, read_trajectories
+from libra.trajectory import Trajectory, Turn, read_trajectories
 
 SEEDS = range(2)
 LONGEST = 16_384
@@ -42,3 +43,29 @@ def test_it_is_never_slower_than_sticky_least_loaded(log: str, sizes: int) -> No
 def test_it_is_much_faster_where_sizes_differ() -> None:
     found = ratios(asked_of("blend", 3), SEEDS, runs=False, routes=(OURS,))
     assert max(its[OURS] for its in found.values()) <= 0.9
+
+
+def episode(id: str, prompt: str, *tools: str) -> Trajectory:
+    turns = (*(Turn(1, tool, "ok", 1, 5.0) for tool in tools), Turn(1, None, None, 0))
+    return Trajectory(id, prompt, "task", 100, turns, None, 0, True)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(0, 5))
+def test_halves_share_no_prompt(prompts: list[int], seed: int) -> None:
+    log = [episode(f"t{number}", f"p{prompt}") for number, prompt in enumerate(prompts)]
+    distinct = len(set(prompts))
+    if distinct < 2:
+        with pytest.raises(ValueError, match="two halves need 2 or more"):
+            halves(log, seed)
+        return
+    one, other = halves(log, seed)
+    assert sorted(it.id for it in (*one, *other)) == sorted(it.id for it in log)
+    assert len({it.prompt_id for it in one}) == distinct // 2
+    assert not {it.prompt_id for it in one} & {it.prompt_id for it in other}
+
+
+def test_only_the_waits_of_persons_are_left_out() -> None:
+    whole = episode("a", "a", "run", "user", "run")
+    left = without_waits(whole)
+    assert [turn.tool_seconds for turn in left.turns] == [5.0, None, 5.0, None]
+    assert left.final_context == whole.final_context

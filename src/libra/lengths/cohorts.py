@@ -19,7 +19,7 @@ OCTAVES = 32  # bins reach contexts of 2**32 tokens
 WORK_OCTAVES = 48  # and work of 2**48 prefilled tokens, some 900 years
 # The work of a generated token and of a tool second, in prefilled tokens. Assumed: engines prefill 10,000 tokens and
 # decode 50 tokens of a sequence in a second. Estimates hardly change with engines four times slower, or twice as fast:
-# what counts is which of two trajectories takes longer (`benchmarks.tracking`).
+# what counts is which of two trajectories takes longer.
 GENERATED, SECOND = 200, 10_000
 RECENT = 4  # drift compares the tracker with one that forgets this many times faster
 # A trajectory of weight w counts with these powers of w: to be averaged, by the two memories, and for the variances of

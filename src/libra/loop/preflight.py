@@ -35,6 +35,7 @@ from libra.config.run import (
 from libra.cost.engine_memory import context_bytes, held_bytes
 from libra.cost.quantization import AS_STORED
 from libra.cost.train_memory import CONTEXT as TRAINER_CONTEXT
+from libra.cost.train_memory import LOGIT_CHUNK
 from libra.environments.protocol import Environment
 from libra.environments.served import ServedEnvironment
 from libra.hardware.model_file import load_model
@@ -53,8 +54,10 @@ WORKER_BYTES = 700 << 20
 _RAY_SECONDS = 10.0  # in which a cluster that is there takes a connection
 # Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
 _TRAINED_COPIES = 8
-# On a GPU: float32 weights, two moments and two gradients.
-TRAINED_BYTES = 20
+# Bytes a parameter on a GPU: float32 weights, two moments and a gradient, and as it starts, or steps, one more vector.
+TRAINED_BYTES, _STATE_BYTES = 20, 16
+# Bytes of a logit, in the widest type; and of one in the chunk that log-probs are computed of, three times in float32.
+_LOGIT_BYTES, _CHUNK_BYTES = 4, 12
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
@@ -222,7 +225,10 @@ def _check_gpus(config: RunConfig) -> None:
     model = load_model(config.model.directory / "config.json")
     room = cluster.share * min(gpu.memory for gpu in inventory())
     parts = cluster.replica_gpus if training.sharding == "fsdp2" else 1
-    needs = {"a training replica": TRAINED_BYTES * model.parameters / parts + TRAINER_CONTEXT}
+    tokens = max(training.micro_batch_tokens, longest_context(config.engines))
+    logits = model.vocab * (_LOGIT_BYTES * tokens + _CHUNK_BYTES * min(tokens, LOGIT_CHUNK))
+    share = model.parameters / parts
+    needs = {"a training replica": max(TRAINED_BYTES * share, _STATE_BYTES * share + logits) + TRAINER_CONTEXT}
     if cluster.hybrid and any(shape.sleeps for shape in config.engines.values()):  # an engine sleeps beside it
         needs["a training replica"] += context_bytes(cluster.engine_gpus)
     for name, shape in config.engines.items():
@@ -234,7 +240,7 @@ def _check_gpus(config: RunConfig) -> None:
         if needed > room:
             raise ConfigError(
                 f"cluster.share: {who} needs about {needed / 2**30:.1f} GiB of each of its GPUs, and a slot has"
-                f" {room / 2**30:.1f} GiB; give more of a GPU, more GPUs a slot, or a smaller model or cache"
+                f" {room / 2**30:.1f} GiB; give more of a GPU, more GPUs a slot, a smaller model, cache or micro-batch"
             )
 
 

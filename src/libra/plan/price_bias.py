@@ -23,7 +23,7 @@ from libra.plan.solution import Bottleneck, Prediction
 
 Covariance = tuple[tuple[float, ...], ...]
 BOTTLENECKS: tuple[Bottleneck, ...] = get_args(Bottleneck)
-# Assumed standard deviations of the logarithm. `benchmarks.promises` prints by how much the prices of runs were off.
+# Assumed standard deviations of the logarithm. `prediction_error` of a run says by how much it was off.
 _SHARED = 0.15  # of the part that all prices of a run have in common
 _OWN = 0.15  # of the part of each bottleneck
 _KEPT = 0.97  # correlation of a factor's logarithm from one period to the next: it forgets towards a fresh run

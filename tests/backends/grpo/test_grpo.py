@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from libra.backends.grpo.grpo import (
     BEHAVIOUR_WEIGHT_CAP,
-    chosen_logprobs,
     collate,
     denominator,
     group_advantages,
     loss_sum,
     made_up_sample,
 )
+from libra.backends.grpo.logprobs import chosen_logprobs
 from libra.backends.transport.messages import Denominator
 from libra.backends.transport.trainer_messages import TokenSums
 
@@ -168,19 +168,20 @@ def test_sums_over_micro_batches_are_the_sum_over_the_batch(
 def test_logits_by_the_chunk_give_the_same_log_probs_and_gradients(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("libra.backends.grpo.grpo.LOGIT_CHUNK", 16)
+    monkeypatch.setattr("libra.backends.grpo.logprobs.LOGIT_CHUNK", 16)
     generator = torch.Generator().manual_seed(1)
     chosen = torch.randint(0, 11, (2, tokens), generator=generator)
     made = []
     for chunked in (True, False):
-        logits = torch.randn(2, tokens, 11, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        given = torch.randn(2, tokens + 1, 11, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        logits = given * 1  # made by the model, as they are in training
         if chunked:
             found = chosen_logprobs(logits, chosen, 0.7, torch.float32)
         else:
-            found = torch.log_softmax(logits.float() / 0.7, -1).gather(2, chosen[..., None])[..., 0]
+            found = torch.log_softmax(logits[:, :-1].float() / 0.7, -1).gather(2, chosen[..., None])[..., 0]
         (found * torch.arange(2 * tokens).view(2, tokens)).sum().backward()
-        assert logits.grad is not None
-        made.append((found.detach(), logits.grad))
+        assert given.grad is not None
+        made.append((found.detach(), given.grad))
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other)
 

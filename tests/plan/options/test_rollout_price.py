@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rollout_price import TABLE, price_case, write_table
-from benchmarks.rollout_price_cases import FITTED, TESTED, Case, make_case
-from benchmarks.rollout_price_fit import Sample, fit
-from benchmarks.rollout_price_plan import plan_case, request_of
-from benchmarks.rollout_price_steps import CaseEpisodes, measured_steps, roll_out, simulate_steps
+from benchmarks.rollout_price import TABLE, Sample, fit, price_case, write_table
+from benchmarks.rollout_price_cases import (
+    FITTED,
+    TESTED,
+    Case,
+    CaseEpisodes,
+    make_case,
+    measured_steps,
+    plan_case,
+    request_of,
+    roll_out,
+    simulate_steps,
+)
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 
 SEEDS = [("proof", 1000), ("terminal", 1000), ("blend", 1000)]

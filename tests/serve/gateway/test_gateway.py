@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fakes.dashboards import asked_by_dashboard
 from serve.stage import Scripted, staged
 
 from libra.route.policy import ToolReturn, TurnRequest
@@ -296,6 +297,7 @@ async def test_engines_and_metrics_can_be_seen() -> None:
             found = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
         assert found["libra_gateway_turns_total"] == "1.0" and found["libra_gateway_generated_tokens_total"] == "5.0"
         assert found['libra_gateway_engine_healthy{engine="e1"}'] == "0.0"
+        assert asked_by_dashboard("gateway") <= {name.partition("{")[0] for name in found}
         async with stage.session.get("/v1/models") as response:
             assert (await response.json())["data"][0]["id"] == "e0"
 

@@ -78,26 +78,6 @@ def loss_sum(
     )
 
 
-LOGIT_CHUNK = 2048  # tokens whose float32 logits are in memory together
-
-
-def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: float, dtype: torch.dtype) -> torch.Tensor:
-    """[n, t] log-probs of the `chosen` tokens [n, t], where the policy is softmax(logits / temperature), computed in
-    `dtype`. Beyond `LOGIT_CHUNK` tokens logits are converted a chunk at a time, and again in the backward pass."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    def of(part: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        scores = torch.log_softmax(part.to(dtype) / temperature, dim=-1)
-        return scores.gather(-1, tokens[..., None])[..., 0]
-
-    if chosen.numel() <= LOGIT_CHUNK:
-        return of(logits, chosen)
-    parts = zip(logits.flatten(0, 1).split(LOGIT_CHUNK), chosen.flatten().split(LOGIT_CHUNK), strict=True)
-    made = [checkpoint(of, part, tokens, use_reentrant=False) for part, tokens in parts]
-    return torch.cat(made).view(chosen.shape)
-
-
 def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Sample]]:
     """Samples of similar length together, each batch at most `most_tokens` when padded (one sample may exceed it)."""
     batch: list[Sample] = []

@@ -19,13 +19,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from libra.backends.grpo.elastic import ElasticReplica, PeerLostError
 from libra.backends.grpo.grpo import (
     IDLE,
-    chosen_logprobs,
     collate,
     denominator,
     loss_sum,
     made_up_sample,
     micro_batches,
 )
+from libra.backends.grpo.logprobs import chosen_logprobs
 from libra.backends.grpo.model_part import (
     ALONE,
     MODEL,
@@ -272,5 +272,5 @@ class TrainerProcess:
         """[samples, tokens - 1]: log-prob of every token after the first, where the policy is softmax(logits /
         temperature)."""
         with self._accelerator.autocast():
-            logits = self.part.model(input_ids=ids, use_cache=False).logits[:, :-1]
+            logits = self.part.model(input_ids=ids, use_cache=False).logits
         return chosen_logprobs(logits, ids[:, 1:], temperature, self._dtype)
