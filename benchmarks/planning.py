@@ -6,8 +6,8 @@ Invariant: the questions are the same on every machine; only the seconds and the
 
 A case is a cluster and a step's worth of trajectories, Qwen3-14B, contexts up to 40,960 tokens. Time is from the
 request to the plan: pricing, solving with proof, and placement. The engines' profile is there already, as in a run that
-plans every period; to build it is a case of its own, and so is planning again with the last plan as a hint while
-lengths drift. Each case has a process of its own, whose peak memory is reported.
+plans every period; planning again with the last plan as a hint, while lengths drift, is a case of its own. Each case
+has a process of its own, whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from benchmarks.command import apart, command_line, peak_mib, processor_seconds
 from benchmarks.rows import Row, at_most, below, report
 from libra.config.recipe import Recipe
 from libra.cost.sources.roofline import roofline, tensor_degrees
-from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
@@ -83,10 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for case in CASES:
         rows += rows_of(case, apart(measure, case, plans))
-    for source in ("roofline", "tables"):
-        seconds = apart(build_profile, source)
-        if seconds is not None:
-            rows.append(Row("Qwen3-14B on A800, tp 1-8", f"time of a profile from {source}", seconds, "s"))
     rows.append(_cold_start_row(plans))
     report(rows, options.json)
     return 0
@@ -122,18 +117,6 @@ def rows_of(case: Case, measured: Measured) -> list[Row]:
         at_most(case.name, "largest gap to the proven bound", 100 * max(measured.gaps), "%", 100 * LARGEST_GAP),
         below(case.name, "peak memory", measured.peak_mib, "MiB", 1024),
     ]
-
-
-def build_profile(source: str) -> float | None:
-    """Seconds; None where there are no tables of the GPU."""
-    model, node = load_model(MODEL), NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, _ETHERNET)
-    build = roofline if source == "roofline" else tables
-    began = time.perf_counter()
-    try:
-        build(node.gpu, model, tensor_degrees(model, node), intra_bandwidth=node.intra_bandwidth)
-    except NoTablesError:
-        return None
-    return time.perf_counter() - began
 
 
 def make_tracker(number: int) -> LengthTracker:

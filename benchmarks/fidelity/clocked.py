@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
+from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
 
@@ -158,6 +159,13 @@ class ClockedEngine:
             finished_recving=loaded,
             kv_connector_worker_meta=self.engine.of_tier(jobs),
         )
+
+
+def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[Step, ...]:
+    """The steps by which vLLM would serve `requests`, which are read and not written, where each takes one tick. A step
+    that only preempts takes none: with the priority policy, a request that finds no block and is itself the lowest is
+    preempted, and no other is looked at in that step."""
+    return serve(ClockedEngine(VllmEngine(config), 1, 0, tells_ends=True), requests)
 
 
 def serve(one: ClockedEngine, requests: Sequence[Request], pulls: Mapping[int, int] | None = None) -> tuple[Step, ...]:

@@ -1,8 +1,8 @@
-"""Data-parallel ranks that step together: simulated, and vLLM's schedulers with what vLLM does between ranks.
+"""Data-parallel ranks that step together: simulated, and what a step of theirs takes by vLLM's rules.
 
-Invariant: every decision is vLLM's: each rank's scheduler and its dispatcher of CUDA graphs, `dp_utils` for the kind
-and the padding that hold for all, and `DPEngineCoreProc` for when the group stops. Both sides have the same costs. At a
-tick steps end, requests are cancelled, requests arrive, the next steps are scheduled.
+Invariant: the kind and the padding that hold for all are those of vLLM's dispatcher of CUDA graphs and of its
+`dp_utils`. Both sides have the same costs. At a tick steps end, requests are cancelled, requests arrive, the next steps
+are scheduled.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import patch
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, ParallelConfig
-from vllm.v1.engine.core import DPEngineCoreProc
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_dp_padding, _post_process_ubatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds
 
-from benchmarks.fidelity.clocked import alarms_of, simulated_steps
+from benchmarks.fidelity.clocked import simulated_steps
 from benchmarks.fidelity.drafts import drawn_case, stretch
 from benchmarks.fidelity.graphs import dispatcher
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
+from benchmarks.fidelity.vllm_schedule import Step
 from libra.cost.graphs import capture_sizes
 from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import RoundRobin
@@ -110,58 +108,6 @@ def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = 
     return [simulated_steps(iterations, place) for place in range(ranks.count)]
 
 
-def vllm_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ...]]:
-    """The steps of each of vLLM's ranks except its dummy batches."""
-    engines = [VllmEngine(ranks.config) for _ in range(ranks.count)]
-    steps: list[list[Step]] = [[] for _ in engines]
-    wave: Any = SimpleNamespace(
-        step_counter=0, dp_sync_interval=ranks.sync_interval, dp_group=None, pending_pause=False
-    )
-    alarms = alarms_of(requests)
-    came: list[tuple[bool, Request]] = []  # since the step under way began
-    began, end = 0, None
-    running = False
-    under_way: list[int] = []
-    while alarms or end is not None:
-        now = min([tick for tick, *_ in alarms[:1]] + ([] if end is None else [end]))
-        if end == now:
-            for place in under_way:
-                steps[place].append(replace(engines[place].end_oldest(began), finished=()))
-            for arrives, request in came:  # aborts are handled with the step's end
-                if not arrives:
-                    engines[request.number % ranks.count].cancel(request.number)
-            running = _goes_on(wave, any(engine.unfinished for engine in engines))
-            end = None
-        while alarms and alarms[0][0] <= now:
-            _, arrives, _, request = alarms.pop(0)
-            came.append((arrives, request))
-        if end is not None:
-            continue
-        for arrives, request in came:
-            if arrives:
-                engines[request.number % ranks.count].add(request)
-        for arrives, request in came:
-            if not arrives:
-                engines[request.number % ranks.count].cancel(request.number)
-        came = []
-        running = running or any(engine.unfinished for engine in engines)
-        if running:
-            under_way, ticks = _step(ranks, engines)
-            began, end = now, now + ticks
-    return [tuple(of_rank) for of_rank in steps]
-
-
-def _step(ranks: Ranks, engines: Sequence[VllmEngine]) -> tuple[list[int], int]:
-    """Schedule a step of every rank. Returns those that have one, and its ticks."""
-    under_way, rows = [], [[ranks.config.tokens_each]] * len(engines)  # a dummy batch
-    for place, engine in enumerate(engines):
-        if engine.unfinished:
-            engine.schedule()
-            rows[place] = engine.scheduled_rows or rows[place]
-            under_way.append(place)
-    return under_way, step_ticks(ranks, rows)
-
-
 def step_ticks(ranks: Ranks, rows_of_ranks: Sequence[Sequence[int]]) -> int:
     """Ticks of a step; `rows_of_ranks` has, for each rank, the tokens of each of its requests."""
     config, dispatch = ranks.config, None
@@ -191,12 +137,3 @@ def step_ticks(ranks: Ranks, rows_of_ranks: Sequence[Sequence[int]]) -> int:
         + _KINDS[CUDAGraphMode(mode).name]
         + _WHOLE * (rule is not None and not divided)
     )
-
-
-def _goes_on(wave: Any, unfinished: bool) -> bool:
-    """Whether the ranks begin another step, as each of them finds out."""
-    with patch.object(ParallelConfig, "sync_dp_state", lambda *_, **__: (unfinished, False)):
-        running = bool(DPEngineCoreProc._has_global_unfinished_reqs(cast(DPEngineCoreProc, wave), unfinished))
-    if not running:
-        wave.step_counter = 0
-    return running

@@ -13,16 +13,16 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Literal, get_args
 
-from benchmarks.fidelity.async_groups import vllm_ranks_ahead
-from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps
+from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps, vllm_schedule
 from benchmarks.fidelity.drafts import with_drafts
-from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
+from benchmarks.fidelity.groups import random_ranks, simulated_ranks
 from benchmarks.fidelity.hybrid import with_groups
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import Tiered, random_tier, tiered_cluster
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, vllm_schedule
+from benchmarks.fidelity.vllm_ranks import vllm_ranks
+from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from benchmarks.rows import Row
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -116,8 +116,7 @@ def _schedules(
     if kind in get_args(Groups):
         ahead, drafts = kind.endswith("-async"), "drafts" in kind
         ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)
-        drive = vllm_ranks_ahead if ahead else vllm_ranks
-        of_ranks = drive(*random_ranks(seed, ahead=ahead, drafts=drafts))
+        of_ranks = vllm_ranks(*random_ranks(seed, ahead=ahead, drafts=drafts))
         return ranks.config, requests, simulated_ranks(ranks, requests), of_ranks
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))

@@ -1,14 +1,12 @@
-"""Decisions of vLLM's own V1 scheduler for a workload, with no model behind it.
+"""vLLM's own V1 scheduler, with no model behind it.
 
-Invariant: every decision is vLLM's. What is made up here is the clock, on which every iteration takes one tick, and the
-tokens that a model would have returned.
+Invariant: every decision is vLLM's. What is made up here are the tokens that a model would have returned.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -83,43 +81,6 @@ class Step:
     free_blocks: int  # once everything above is scheduled, and before what finishes gives its blocks back
 
 
-def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[Step, ...]:
-    """The steps by which vLLM would serve `requests`.
-
-    A step that schedules something takes one tick. One that only preempts takes none: with the priority policy, a
-    request that finds no block and is itself the lowest is preempted, and no other is looked at in that step. What
-    happens at one instant happens in this order: steps end, requests are cancelled by rising number, requests arrive by
-    rising number, the next step is scheduled: with asynchronous scheduling the one after that. A request that is
-    cancelled no later than it arrives is never seen.
-
-    `requests` are read, not written.
-    """
-    engine = VllmEngine(config)
-    seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
-    arrivals = deque(sorted(seen, key=lambda request: (request.arrival, request.number)))
-    cancellations: dict[int, int] = {}  # of requests that have arrived
-    steps: list[Step] = []
-    time = 0
-    while arrivals or engine.busy:
-        if not engine.busy:
-            time = max(time, arrivals[0].arrival)
-        for number in sorted(number for number, instant in cancellations.items() if instant <= time):
-            engine.cancel(number)
-            del cancellations[number]
-        while arrivals and arrivals[0].arrival <= time:
-            request = arrivals.popleft()
-            engine.add(request)
-            if request.cancel_at is not None:
-                cancellations[request.number] = request.cancel_at
-        if not engine.busy or (engine.unfinished and engine.schedule()):
-            continue
-        step = engine.end_oldest(time)
-        if step.scheduled or step.preempted:
-            steps.append(step)
-        time += 1 if step.scheduled else 0
-    return tuple(steps)
-
-
 class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
@@ -134,6 +95,7 @@ class VllmEngine:
         self._speculative = config.speculative
         self._draws = None if config.speculative is None else Draws(config.speculative)
         self._verifications: Counter[str] = Counter()  # of drafts, by request
+        self._computed: list[str] = []  # requests of the step that was computed last
         self._preempted: list[int] = []
         self._under_way: deque[tuple[SchedulerOutput, Step, dict[str, bool]]] = deque()
         self._most_under_way = 2 if config.async_scheduling else 1
@@ -165,7 +127,7 @@ class VllmEngine:
     @property
     def has_work(self) -> bool:
         """Whether the scheduler has work, be it for its connector alone."""
-        return bool(self.scheduler.has_requests())
+        return self.unfinished if self.scheduler.connector is None else bool(self.scheduler.has_requests())
 
     @property
     def transfers(self) -> OffloadingConnectorMetadata:
@@ -239,14 +201,15 @@ class VllmEngine:
         """End the oldest step under way, which began at `time`; `transfers` are those that ended meanwhile."""
         output, step, _ = self._under_way[0]
         results = self.scheduler.update_from_output(output, self.compute_oldest(transfers))
-        self._draft(list(output.num_scheduled_tokens))
+        self.draft()
         return replace(step, time=time, finished=_ended(results))
 
     def compute_oldest(self, transfers: KVConnectorOutput | None = None) -> ModelRunnerOutput:
         """Take the oldest step from those under way, and return what a model would return for it."""
         output, step, samples = self._under_way.popleft()
+        self._computed = list(output.num_scheduled_tokens)
         drafts = output.scheduled_spec_decode_tokens
-        names = list(output.num_scheduled_tokens)
+        names = self._computed
         admitted = {number for number, _ in step.cached}
         return ModelRunnerOutput(
             req_ids=names,
@@ -278,12 +241,12 @@ class VllmEngine:
             for more in range(count)
         ]
 
-    def _draft(self, names: Sequence[str]) -> None:
-        """Propose drafts for those who were in a step. (With asynchronous scheduling the scheduler takes them to be
-        there.)"""
+    def draft(self) -> None:
+        """Propose drafts for those who were in the step that was computed last. (With asynchronous scheduling the
+        scheduler takes them to be there.)"""
         if self._speculative is None or isinstance(self.scheduler, AsyncScheduler):
             return
-        there = [name for name in names if name in self.scheduler.requests]
+        there = [name for name in self._computed if name in self.scheduler.requests]
         drafts = [[0] * self._speculative.num_speculative_tokens for _ in there]
         self.scheduler.update_draft_token_ids(DraftTokenIds(there, drafts))
 

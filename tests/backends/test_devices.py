@@ -66,7 +66,7 @@ def test_what_the_tool_does_not_know_is_said(tmp_path: Path, monkeypatch: pytest
 def test_shares_are_spread_over_gpus() -> None:
     found = placed([gpu(0), gpu(1)], 4, 0.45, 1)
     assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in found] == ["0", "1", "0", "1"]
-    assert placed([gpu(0)], 4, 0.25, 1) == (SlotDevice("cuda", ("0",)),) * 4
+    assert placed([gpu(0)], 4, 0.25, 1) == (SlotDevice("cuda", ("0",), 0.25),) * 4
     assert [device.gpus for device in placed([gpu(i) for i in range(4)], 2, 1, 2)] == [("0", "1"), ("2", "3")]
 
 
@@ -93,7 +93,7 @@ def test_auto_takes_gpus_only_for_a_vllm_that_is_built_for_them(
     monkeypatch.setattr("libra.backends.devices._installed", lambda name: False)
     assert slot_devices(cluster) == ()
     monkeypatch.setattr("libra.backends.devices._installed", lambda name: True)
-    assert slot_devices(cluster) == (SlotDevice("cuda", ("0",)),) * 2
+    assert slot_devices(cluster) == (SlotDevice("cuda", ("0",), 0.45),) * 2
 
 
 def test_bf16_is_known_without_running_anything(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def simulated(workload: str, steps: int) -> list[dict[str, Array]]:
     tasks = source.episodes("strong", seed=source.seed)
     episodes = Stationary(tasks, tasks.steps // 2)
     watching = Watching(episodes, setting.groups_per_step * episodes.samples_per_prompt, steps)
-    system = systems.ours(setting, systems.Parts(replan=False))
+    system = systems.ours(setting, systems.Parts(replan=False, most_buckets=1))
     simulate_posttraining(replace(system, replan=lambda: watching), episodes, steps)
     return watching.errors
 

@@ -254,10 +254,11 @@ async def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are
 
 @pytest.mark.parametrize("gpus", [(), ("0",), ("0", "1")])
 async def test_workers_are_started_as_their_devices_are(tmp_path: Path, gpus: tuple[str, ...]) -> None:
-    """On GPUs no worker is paced or kept on one core, KV is computed again, and its bytes are those of one GPU."""
+    """On GPUs no worker is paced or kept on one core, each has its slot's share of memory, KV is computed again, and
+    its bytes are those of one GPU."""
     made = Made(tmp_path)
     if gpus:
-        made.launcher.device = SlotDevice("cuda", gpus)
+        made.launcher.device = SlotDevice("cuda", gpus, 0.3)
     try:
         await made.executor.start(FIRST)
         engine, trainer = (made.launcher.workers[name].orders[0] for name in ("rollout-0", "core-0"))
@@ -268,8 +269,8 @@ async def test_workers_are_started_as_their_devices_are(tmp_path: Path, gpus: tu
     on_gpu, shape = bool(gpus), CONFIG.engines["long"]
     assert engine.device == trainer.device == ("cuda" if on_gpu else "cpu")
     assert (engine.gpus, engine.kv_cache_bytes) == (max(1, len(gpus)), shape.kv_tokens * 16 // max(1, len(gpus)))
-    assert (engine.share, engine.memory) == ((1.0, 0.45) if on_gpu else (0.45, 1.0))
-    assert (trainer.share, trainer.memory) == ((1.0, 0.45) if on_gpu else (0.45, 1.0))
+    assert (engine.share, engine.memory) == ((1.0, 0.3) if on_gpu else (0.45, 1.0))
+    assert (trainer.share, trainer.memory) == ((1.0, 0.3) if on_gpu else (0.45, 1.0))
     assert engine.cores == trainer.cores == ((0, 1, 2) if on_gpu else (0,))
     assert engine.graphs == engine.asynchronous == trainer.hashed == on_gpu
     assert engine.kv is None

@@ -572,7 +572,7 @@ def vllm_schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     with patch.dict(os.environ):  # importing it sets LD_PRELOAD and more, which other tests' processes would inherit
-        from benchmarks.fidelity.vllm_schedule import vllm_schedule
+        from benchmarks.fidelity.clocked import vllm_schedule
 
         yield vllm_schedule
 

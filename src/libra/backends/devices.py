@@ -46,6 +46,7 @@ class SlotDevice:
 
     kind: DeviceKind = "cpu"
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them; none on CPU
+    share: float = 1.0  # of the memory of each of them
 
     @property
     def environment(self) -> dict[str, str]:
@@ -93,7 +94,7 @@ def slot_devices(cluster: ClusterConfig) -> tuple[SlotDevice, ...]:
     if not gpus:
         return ()
     if cluster.placement is not None:
-        return _as_placed(gpus, cluster.placement)
+        return _as_placed(gpus, cluster.placement, cluster.share)
     return placed(gpus, cluster.slots, cluster.share, cluster.gpus)
 
 
@@ -120,10 +121,10 @@ def placed(gpus: Sequence[Gpu], slots: int, share: float, each: int) -> tuple[Sl
             f"cluster.slots: {slots} slots of {each if each > 1 else f'{share:g}'} GPU are wanted, and {len(free)} free"
             f" GPU(s) have room for {len(rooms)}{used}; use fewer slots, or a smaller cluster.share"
         )
-    return tuple(SlotDevice("cuda", room) for room in rooms[:slots])
+    return tuple(SlotDevice("cuda", room, share) for room in rooms[:slots])
 
 
-def _as_placed(gpus: Sequence[Gpu], placement: Sequence[Sequence[int]]) -> tuple[SlotDevice, ...]:
+def _as_placed(gpus: Sequence[Gpu], placement: Sequence[Sequence[int]], share: float) -> tuple[SlotDevice, ...]:
     """The slots on the GPUs that were named. Raises `ConfigError` where one is not there, or is used."""
     there = {gpu.index: gpu for gpu in gpus}
     for index in (index for slot in placement for index in slot):
@@ -132,7 +133,7 @@ def _as_placed(gpus: Sequence[Gpu], placement: Sequence[Sequence[int]]) -> tuple
             raise ConfigError(
                 f"cluster.placement: GPU {index} {why}; name GPUs that nvidia-smi lists, without a process"
             )
-    return tuple(SlotDevice("cuda", tuple(map(str, slot))) for slot in placement)
+    return tuple(SlotDevice("cuda", tuple(map(str, slot)), share) for slot in placement)
 
 
 def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:

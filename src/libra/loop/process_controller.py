@@ -57,7 +57,7 @@ class WorkerSettings:
 
     training: TrainingConfig
     engines: Mapping[str, ShapeConfig]  # shapes in which one can be started, that on lent devices included
-    share: float  # of one core, per slot
+    share: float  # of one core, per CPU slot
     port: int  # where replicas meet; 0: any free one
     seed: int
     model: Path  # its directory
@@ -224,7 +224,7 @@ class SlotProcesses:
                 learning_rate=training.learning_rate,
                 precision=self.settings.precision,
                 seed=self.settings.seed,
-                share=self.settings.share,
+                share=self.settings.share if handle.link.device == CPU else handle.link.device.share,
                 link=handle.link,
                 hashed=handle.node == LOCAL and self.lenders is None,
             )
@@ -307,7 +307,7 @@ class SlotProcesses:
                 loan=loan,
                 device=device.kind,
                 gpus=gpus,
-                memory=1.0 if device == CPU else self.settings.share,
+                memory=device.share,
                 max_num_batched_tokens=size.max_num_batched_tokens,
                 graphs=size.graphs and device != CPU,
                 asynchronous=size.asynchronous and device != CPU and loan is None,

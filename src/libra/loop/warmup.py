@@ -106,6 +106,7 @@ async def _train(
         progress(step + 1, settings.steps, done.loss)
     await trainer.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
     await trainer.stop()
+    await launcher.gone(trainer.link)  # on a GPU its memory is the next worker's
 
 
 def _encode(environment: Environment, codec: Codec, rng: random.Random) -> tuple[list[int], list[bool]]:

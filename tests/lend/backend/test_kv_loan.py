@@ -176,6 +176,7 @@ def test_serving_is_scheduled_as_if_nothing_were_lent(
 ) -> None:
     """Whatever rollout asks for and holds: no request is preempted, refused or put off that would not be without it.
     With a prefix cache less may be found in it, as rollout has had the memory; then each request is still served."""
+    from benchmarks.fidelity.clocked import vllm_schedule
     from benchmarks.fidelity.random_workloads import random_case
     from libra.lend.backend.kv_loan import CededKV
 
@@ -204,11 +205,11 @@ def test_serving_is_scheduled_as_if_nothing_were_lent(
         config, requests = random_case(seed)
         config = replace(config, enable_prefix_caching=caching, async_scheduling=seed % 2 > 0)
         random = Random(seed)
-        alone = vllm.vllm_schedule(config, requests)
+        alone = vllm_schedule(config, requests)
         with monkeypatch.context() as patched:
             for name in SCHEDULERS:
                 patched.setattr(vllm, name, type(name, (Lending, getattr(vllm, name)), {}))
-            lent = vllm.vllm_schedule(config, requests)
+            lent = vllm_schedule(config, requests)
         seen["preempted"] += sum(len(step.preempted) for step in alone)
         if caching:
             assert {it for step in lent for it in step.finished} == {it for step in alone for it in step.finished}

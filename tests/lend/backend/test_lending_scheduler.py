@@ -41,8 +41,10 @@ def lending_engine(vllm: Any, config: EngineConfig, device: Path, monkeypatch: p
 def test_the_device_passes_on_between_steps_and_the_schedule_is_the_same(
     vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
+    from benchmarks.fidelity.clocked import vllm_schedule
+
     config = EngineConfig(512, 64, 16, max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=asynchronous)
-    alone = vllm.vllm_schedule(config, REQUESTS)
+    alone = vllm_schedule(config, REQUESTS)
     engine = lending_engine(vllm, config, tmp_path / "device", monkeypatch)
     lender, borrower = LenderToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 1000.0)
     lender.extend(math.inf)

@@ -13,6 +13,7 @@ import time
 
 from libra.backends.devices import CPU
 from libra.backends.grpo.membership import Boundary, Membership
+from libra.backends.grpo.publication import OFF_GPU
 from libra.backends.launch.handle import Handle
 from libra.backends.transport.messages import Message
 from libra.backends.transport.trainer_messages import (
@@ -33,7 +34,6 @@ COURTEOUS = 15  # first of the `JOIN_BOUNDARIES`, at which it is let in only if 
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
 HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
 SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
-OFF_GPU = 1e9  # bytes a second of a vector that goes to the host's memory
 
 Places = list[StatePlace | RelayPlace]
 

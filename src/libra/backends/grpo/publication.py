@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PARAMETERS, FIRST_MOMENT, SECOND_MOMENT = range(3)  # the vectors of a state
 SLOTS = 4  # one is being filled, so a reader may be three updates late: copying a state takes less than one step
+OFF_GPU = 1e9  # bytes a second, at least, of a vector that a core on a GPU copies to where joiners read it
 _NONE = -1  # the number of a slot that holds no whole update
 
 _SLOT = [("number", "<i8"), ("learning_rate", "<f8"), ("denominator", "<f8"), ("gradient_norm", "<f8")]

@@ -18,6 +18,7 @@ import torch
 
 from libra.backends.grpo.publication import (
     FIRST_MOMENT,
+    OFF_GPU,
     PARAMETERS,
     SECOND_MOMENT,
     OverrunError,
@@ -263,7 +264,7 @@ class Follower:
         now = time.monotonic()
         if self._changing_since is None:
             self._changing_since = now
-        if now - self._changing_since >= SILENT_SECONDS:
+        if now - self._changing_since >= SILENT_SECONDS + 4 * self._state.size / OFF_GPU:
             raise SilentError("the core replica does not finish a change of its state")
         return False
 

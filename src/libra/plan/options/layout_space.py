@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
-from libra.hardware.parallel import LayoutTable
+from libra.hardware.parallel import RECOMPUTE, LayoutTable
 
 DEEPEST = 16  # pipeline stages
 EVERY_COUNT = 8  # nodes up to which every number of devices is listed
@@ -28,6 +28,7 @@ STEP = 0.03  # between numbers of nodes beyond
 MOST_VIRTUAL = 8  # virtual stages
 EXPERT_GROUP = 64  # devices, at most
 MICRO_TOKENS = (2048, 65536)  # multiples and fractions of the longest trajectory stay in this range
+_CHUNKED = (0, 1)  # whether backward computes chunks of logits again
 
 
 def device_counts(gpus: int, nodes: int) -> tuple[int, ...]:
@@ -127,7 +128,7 @@ def _replica_refusal(nodes: NodeClass, replica: int) -> str | None:
 
 
 def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable:
-    """All layouts with their least possible dp."""
+    """All layouts with their least possible dp. Those that differ in what they compute again follow each other."""
     low, high = MICRO_TOKENS
     sizes = [longest]
     while 4 * sizes[-1] <= high:
@@ -140,8 +141,8 @@ def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable
         shardings = (0, 1, 2) if pp == 1 else (0,)
         micro = sizes if pp == 1 else smaller + sizes
         shapes, virtual = _expert_shapes(model, tp), virtual_stages(model.layers, pp)
-        choices = product(shapes, micro, (0, 1, 2), shardings, (0, 1), virtual)
-        for (ep, whole), tokens, recompute, sharding, chunked, stages in choices:
+        choices = product(shapes, micro, shardings, virtual, range(len(RECOMPUTE)), _CHUNKED)
+        for (ep, whole), tokens, sharding, stages, recompute, chunked in choices:
             dp = max(1, ep // (cp * tp if whole else cp))
             rows.append((tp, pp, dp, cp, ep, tokens, recompute, sharding, chunked, stages, whole))
     return LayoutTable(*np.array(rows, dtype=float).T)
@@ -159,3 +160,20 @@ def members_of(families: LayoutTable, counts: Sequence[int], batch: int) -> tupl
     # With one rank there is nothing to shard: all shardings are equal, and only one is listed.
     alone = (members.dp * members.cp == 1) & (members.sharding > 0)
     return family[~alone], members.take(~alone)
+
+
+def needless(
+    families: LayoutTable,
+    counts: Sequence[int],
+    family: NDArray[np.intp],
+    members: LayoutTable,
+    fits: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """[member] whether one fits that computes less again and is equal otherwise, so that it is faster."""
+    at = np.searchsorted(counts, members.replica_devices * members.dp)
+    fitting = np.zeros((len(families), len(counts)), dtype=bool)
+    fitting[family, at] = fits
+    # The families before: with the same logits and less of a layer, and with the same of a layer and whole logits.
+    less, whole = fitting[family - len(_CHUNKED), at], fitting[family - 1, at]
+    found: NDArray[np.bool_] = less & (members.recompute > 0) | whole & (members.chunked > 0)
+    return found

@@ -28,7 +28,7 @@ from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import Array, LayoutTable, ParallelLayout
 from libra.lengths import TrajectoryClass
-from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
+from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of, needless
 from libra.plan.options.menu import Rejected, RejectionKind
 from libra.plan.options.restriction import foreseen, permitted, rejected_family, rejected_parts, whole_node_counts
 from libra.plan.problem import TrainingOption
@@ -58,7 +58,7 @@ def training_layouts(
     `publish` of an option is the time to send the weights to engines on other nodes of the class, or on the same node
     if there is only one. The result may have no option; `rejected_layouts` then gives the reasons.
     """
-    space = _LayoutSpace.of(model, nodes, recipe, classes)
+    space = _LayoutSpace.of(model, nodes, recipe, classes, needed=True)
     work = space.work
     # Replicas of one family are equal for any number of them, so that more can join the running ones.
     chosen: dict[tuple[str, int], ParallelLayout] = {}
@@ -134,7 +134,7 @@ def rejected_layouts(
 
 @dataclass(frozen=True, slots=True)
 class _LayoutSpace:
-    """All layouts on one class of nodes that fit, priced."""
+    """All layouts on one class of nodes that fit, or those of them that could be fastest, priced."""
 
     work: Work
     memory: Callable[[LayoutTable], Mapping[str, Array]]  # bytes of a device, by item
@@ -148,7 +148,16 @@ class _LayoutSpace:
     kept: list[int]  # rows of `best` that are faster than all with fewer devices
 
     @classmethod
-    def of(cls, model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> _LayoutSpace:
+    def of(
+        cls,
+        model: ModelSpec,
+        nodes: NodeClass,
+        recipe: Recipe,
+        classes: Sequence[TrajectoryClass],
+        needed: bool = False,
+    ) -> _LayoutSpace:
+        """With `needed`, without layouts that compute more again than they need to fit: pricing takes most of a menu's
+        time."""
         work = _work(model, nodes, recipe, classes)
         families = families_of(model, nodes, recipe.max_length)
         framework = recipe.carried_by
@@ -166,6 +175,8 @@ class _LayoutSpace:
             )
 
         fits = _total(memory(table)) <= nodes.gpu.memory
+        if needed:
+            fits &= ~needless(families, counts, family, table, fits)
         priced = table.take(fits)
         steps = step_table(work, priced)
         used = priced.replica_devices * priced.dp
