@@ -33,7 +33,7 @@ from libra.environments.calculator import Calculator
 from libra.environments.protocol import Prompt
 from libra.environments.registry import load_environment
 from libra.environments.served import Seat, ServedEnvironment
-from libra.loop.episode import EpisodeMaker
+from libra.loop.episode import EpisodeMaker, EpisodeRequest
 from libra.loop.episode_server import EpisodeServer
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Rollout
@@ -139,7 +139,7 @@ async def _milliseconds(maker: EpisodeMaker, prompt: Prompt, episodes: int) -> t
 
     async def one(name: str) -> int:
         async with under_way:
-            return len((await maker.episode(name, prompt, 0.0, 1.0)).trajectory.turns)
+            return len((await maker.episode(EpisodeRequest(name, prompt, 0.0, 1.0))).trajectory.turns)
 
     await asyncio.gather(*(one(f"warm-{number}") for number in range(_AT_ONCE)))
     began, apart = time.process_time(), _apart()

@@ -12,7 +12,7 @@ from fakes.scripted import FirstInstance, Unwatched, make_fleet
 
 from libra.backends.chat_format import ChatFormat
 from libra.environments.served import ServedEnvironment
-from libra.loop.episode import Episode
+from libra.loop.episode import Episode, EpisodeRequest
 from libra.loop.episode_server import EpisodeServer
 from libra.loop.served_rollout import ServedRollout
 from libra.loop.turn_maker import TurnMaker
@@ -42,7 +42,9 @@ def play(
         turns = TurnMaker(environment.name, chat.stop_token, fleet, Unwatched())
         async with EpisodeServer.open() as server, environment.opened(folder):
             rollout = ServedRollout(environment, chat, server, turns, longest, lambda: 0.0)
-            return await asyncio.gather(*(rollout.episode(f"e{it}", prompt, 0.0, 1.0) for it in range(episodes)))
+            return await asyncio.gather(
+                *(rollout.episode(EpisodeRequest(f"e{it}", prompt, 0.0, 1.0)) for it in range(episodes))
+            )
 
     return asyncio.run(asyncio.wait_for(run(), PATIENCE))
 

@@ -37,6 +37,7 @@ from libra.backends.transport.trainer_messages import (
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerFailedError
+from libra.loop.episode import EpisodeRequest
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.allocation import Allocation, Bucket
@@ -225,7 +226,7 @@ class LongTurn:
 
     def __init__(self) -> None:
         self.fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
-        self.draft = Draft("g0-0", Prompt("p", "", ""), 0.0, 1.0, fresh=False, started_at=0.0)
+        self.draft = Draft(EpisodeRequest("g0-0", Prompt("p", "", ""), 0.0, 1.0), started_at=0.0)
         self.draft.given(list(PROMPT))
         self.running = RunningTurn(self.draft, "test", self.fleet, self.MOST, -1)
 

@@ -27,6 +27,7 @@ from libra.backends.vllm.kv_handover import ContextMove, KVHandover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
+from libra.loop.episode import EpisodeRequest
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.allocation import Allocation, Bucket
@@ -101,7 +102,7 @@ async def told(
     that is never interrupted. `fresh` turns have no KV in common."""
     fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), scene.handover)
     fleet.add(ServingEngine(scene.a, "any", LONGEST))
-    draft = Draft(salt, Prompt("p", "", ""), 0.0, 0.0, fresh, started_at=0.0)
+    draft = Draft(EpisodeRequest(salt, Prompt("p", "", ""), 0.0, 0.0, fresh), started_at=0.0)
     draft.given(list(PROMPT))
     turn = RunningTurn(draft, "test", fleet, MOST, -1)
     name = f"{salt}-first"
@@ -127,7 +128,7 @@ async def next_turn(scene: Scene, told: Told) -> None:
     fleet.add(ServingEngine(scene.a, "any", LONGEST))
     told.draft.given([5, 6, 7])
     turn = RunningTurn(told.draft, "test", fleet, 20, -1)
-    await _serve(turn, f"{told.draft.id}-next")
+    await _serve(turn, f"{told.draft.asked.id}-next")
     assert turn.over
     told.change = turn.change
 
@@ -235,7 +236,7 @@ async def test_an_engine_that_leaves_puts_down_what_its_turns_want(
         drafts = []
 
         async def episode(name: str) -> ContextMove | None:
-            draft = Draft(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True, started_at=0.0)
+            draft = Draft(EpisodeRequest(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True), started_at=0.0)
             draft.given(list(PROMPT))
             drafts.append(draft)
             turn = RunningTurn(draft, "test", fleet, MOST, -1)

@@ -23,7 +23,7 @@ from libra.config.run import ConfigError, EnvironmentConfig, load_config
 from libra.environments.calculator import Calculator
 from libra.environments.registry import load_environment
 from libra.environments.served import EpisodeFailedError, ServedEnvironment
-from libra.loop.episode import Episode
+from libra.loop.episode import Episode, EpisodeRequest
 from libra.loop.episode_server import EpisodeServer
 from libra.loop.served_rollout import ServedRollout
 from libra.loop.turn_maker import TurnMaker
@@ -65,7 +65,10 @@ class Stage:
             async with EpisodeServer.open() as server, self.environment.opened(self.logs):
                 before()
                 rollout = ServedRollout(self.environment, self.chat, server, turns, self.longest, lambda: 0.0)
-                return [await rollout.episode(f"e{number}", self.prompt, 0.0, 1.0) for number in range(episodes)]
+                return [
+                    await rollout.episode(EpisodeRequest(f"e{number}", self.prompt, 0.0, 1.0))
+                    for number in range(episodes)
+                ]
 
         return asyncio.run(run())
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from libra.backends.transport.engine_messages import LoadWeights, LoanState
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, ToolCall
-from libra.loop.episode import Episode
+from libra.loop.episode import Episode, EpisodeRequest
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Rollout
 from libra.plan.allocation import Allocation, Bucket
@@ -164,7 +164,7 @@ class World:
 async def play(name: str, script: list[tuple[str, int]]) -> tuple[World, list[Episode]]:
     world = World(name)
     episodes = [
-        asyncio.create_task(world.rollout.episode(f"g0-{i}", Prompt(f"p{i}", text, ""), 0.0, 1.0))
+        asyncio.create_task(world.rollout.episode(EpisodeRequest(f"g0-{i}", Prompt(f"p{i}", text, ""), 0.0, 1.0)))
         for i, text in enumerate(PROMPTS)
     ]
     try:

@@ -15,7 +15,7 @@ from libra.backends.transport.engine_messages import Generate
 from libra.environments.protocol import Prompt, Tool, ToolError
 from libra.environments.served import EpisodeFailedError
 from libra.exec.protocols import WorkerLostError
-from libra.loop.episode import Episode
+from libra.loop.episode import Episode, EpisodeRequest
 from libra.loop.fleet import ServingFleet
 from libra.loop.rollout import Rollout
 from libra.loop.turn_maker import TurnReport
@@ -112,7 +112,7 @@ def play(*answers: Any, longest: int = 1000) -> tuple[Episode, Script, FirstInst
     """One episode on one engine."""
     script, policy = Script(*answers), FirstInstance()
     rollout = make_rollout(make_fleet(policy, ScriptedEngine("e0", script)), longest)
-    return finish(rollout.episode("g0-0", PROMPT, 3, 0.7)), script, policy
+    return finish(rollout.episode(EpisodeRequest("g0-0", PROMPT, 3, 0.7))), script, policy
 
 
 ANSWER = turn(letters("A1;"))
@@ -178,7 +178,7 @@ def test_a_reward_that_is_none_names_itself(
 def test_what_an_engine_is_asked(fresh: bool) -> None:
     script, policy, reports = Script(ANSWER), FirstInstance(), Reports()
     rollout = make_rollout(make_fleet(policy, ScriptedEngine("e0", script)), reports=reports)
-    finish(rollout.episode("g0-0", PROMPT, 3, 0.7, fresh=fresh))
+    finish(rollout.episode(EpisodeRequest("g0-0", PROMPT, 3, 0.7, fresh=fresh)))
     [(engine, request)] = script.requests
     assert engine == "e0"
     assert request == Generate(
@@ -194,7 +194,7 @@ def test_with_a_seed_an_episode_asks_for_the_same_draws_whatever_it_is_called() 
     def seeds(id: str, seed: int | None) -> list[int | None]:
         script = Script(turn(letters(">e:1;")), ANSWER)
         rollout = make_rollout(make_fleet(FirstInstance(), ScriptedEngine("e0", script)))
-        finish(rollout.episode(id, PROMPT, 0.0, 1.0, seed=seed))
+        finish(rollout.episode(EpisodeRequest(id, PROMPT, 0.0, 1.0, seed=seed)))
         return [request.seed for _, request in script.requests]
 
     first, again, other = seeds("start-0", 7), seeds("end-0", 7), seeds("start-1", 8)
@@ -260,7 +260,7 @@ def on_two_engines(
 
     script = Script(*answers(accident))
     fleet = make_fleet(policy, ScriptedEngine("e0", script), ScriptedEngine("e1", script))
-    return finish(make_rollout(fleet, reports=reports).episode("g0-0", PROMPT, 3, 0.7)), script, policy
+    return finish(make_rollout(fleet, reports=reports).episode(EpisodeRequest("g0-0", PROMPT, 3, 0.7))), script, policy
 
 
 def test_it_is_told_which_engine_has_turns_and_whose_episodes_wait_for_tools() -> None:
@@ -289,7 +289,7 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_counted() -> None:
             await asyncio.get_running_loop().create_future()
 
     fleet.add(instance(Stuck("e0", Script())))
-    episode = asyncio.create_task(make_rollout(fleet, reports=reports).episode("g0-0", PROMPT, 3, 0.7))
+    episode = asyncio.create_task(make_rollout(fleet, reports=reports).episode(EpisodeRequest("g0-0", PROMPT, 3, 0.7)))
     await waiting.wait()
     episode.cancel()
     await asyncio.gather(episode, return_exceptions=True)
@@ -351,7 +351,7 @@ def test_the_last_turn_that_is_allowed_calls_no_tool() -> None:
     script, policy = Script(*(turn(letters(f">c:{i};")) for i in range(3))), FirstInstance()
     fleet = make_fleet(policy, ScriptedEngine("e0", script))
     rollout = Rollout(Counting({"c": count}), ["c"], CODEC, fleet, 1000, Unwatched(), now=lambda: 0.0)
-    episode = finish(rollout.episode("g0-0", PROMPT, 3, 0.7))
+    episode = finish(rollout.episode(EpisodeRequest("g0-0", PROMPT, 3, 0.7)))
     assert calls == ["0", "1"]
     assert [t.tool for t in episode.trajectory.turns] == ["c", "c", None]
     assert episode.trajectory.finished
@@ -362,7 +362,7 @@ async def test_a_turn_waits_for_weights_as_new_as_those_its_group_was_started_un
     engine = ScriptedEngine("e0", script)
     fleet = make_fleet(FirstInstance(), engine)
     engine.version = 3
-    waiting = asyncio.create_task(make_rollout(fleet).episode("g0-0", PROMPT, 3, 0.7, version=4))
+    waiting = asyncio.create_task(make_rollout(fleet).episode(EpisodeRequest("g0-0", PROMPT, 3, 0.7, version=4)))
     fleet.renewed()
     await asyncio.sleep(0)
     assert not script.requests and not waiting.done()

@@ -12,6 +12,7 @@ from fakes.scripted import FirstInstance
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.environments.protocol import Prompt
+from libra.loop.episode import EpisodeRequest
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.allocation import Allocation, Bucket
@@ -59,7 +60,7 @@ class Scene:
         self.workers: dict[str, MadeUpEngine] = {}
         for shape in ("short", "long"):
             self.add(shape, shape)
-        self.draft = Draft("g0-0", Prompt("p", prompt, ""), 2.5, 1.0, fresh=False, started_at=0.0)
+        self.draft = Draft(EpisodeRequest("g0-0", Prompt("p", prompt, ""), 2.5, 1.0), started_at=0.0)
         self.draft.given([ord(character) for character in prompt])
         self.draft.prompt_tokens = len(prompt)
         self.turn = RunningTurn(self.draft, "ask", self.fleet, most, STOP, returned)

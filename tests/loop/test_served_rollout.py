@@ -19,7 +19,7 @@ from libra.backends.chat_format import ChatFormat
 from libra.config.run import ConfigError
 from libra.environments.protocol import Prompt
 from libra.environments.served import EpisodeFailedError, Seat
-from libra.loop.episode import Episode
+from libra.loop.episode import Episode, EpisodeRequest
 from libra.loop.episode_server import EpisodeServer
 from libra.loop.served_rollout import ServedRollout
 from libra.loop.turn_maker import RolloutObserver, TurnMaker, TurnReport
@@ -106,7 +106,7 @@ class Stage:
             turns = TurnMaker(environment.name, self.chat.stop_token, fleet, observer)
             async with EpisodeServer.open() as server:
                 rollout = ServedRollout(environment, self.chat, server, turns, self.longest, lambda: 12.5)
-                return await rollout.episode("e", Prompt("p", "", ""), 0.0, 1.0)
+                return await rollout.episode(EpisodeRequest("e", Prompt("p", "", ""), 0.0, 1.0))
 
         try:
             return asyncio.run(asyncio.wait_for(run(), PATIENCE))

@@ -96,7 +96,7 @@ class Conversation:
         for context in self._contexts:
             if context.turn and not context.busy:
                 self.turns.observer.tools(context.draft.engine, -1)
-            self.turns.fleet.policy.forget(context.draft.id)
+            self.turns.fleet.policy.forget(context.draft.asked.id)
         self._contexts.clear()
 
     async def _reply(self, asked: ChatRequest) -> Reply:

@@ -1,4 +1,4 @@
-"""Finished episodes, and the protocol of what makes them.
+"""Episodes that are wanted and finished ones, and the protocol of what makes them.
 
 Invariant: the token lists of an episode have one entry per token, as it was given or sampled.
 """
@@ -10,6 +10,19 @@ from typing import Protocol
 
 from libra.environments.protocol import Prompt
 from libra.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRequest:
+    """An episode that is wanted."""
+
+    id: str
+    prompt: Prompt
+    due: float  # when it is needed, in seconds of the run
+    temperature: float
+    fresh: bool = False  # its KV is kept apart from everything generated before
+    seed: int | None = None  # of the sampling; None: engines draw as they go
+    version: int = -1  # of the weights that its group was started under: older ones may not make it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +52,6 @@ class EpisodeMaker(Protocol):
         """Tokens so far, of all engines."""
         ...
 
-    async def episode(
-        self,
-        id: str,
-        prompt: Prompt,
-        due: float,
-        temperature: float,
-        fresh: bool = False,
-        seed: int | None = None,
-        version: int = -1,
-    ) -> Episode:
-        """Run one episode. `due`: when it is needed, in seconds of the run; `fresh` keeps its KV apart from everything
-        generated before; with a `seed` its sampling is drawn from that. It uses no weights older than `version`."""
+    async def episode(self, asked: EpisodeRequest) -> Episode:
+        """Run one episode."""
         ...

@@ -16,7 +16,7 @@ from libra.backends.grpo.grpo import group_advantages
 from libra.backends.transport.trainer_messages import Sample
 from libra.config.run import ConfigError, TrainingConfig
 from libra.environments.protocol import Prompt
-from libra.loop.episode import Episode, EpisodeMaker
+from libra.loop.episode import Episode, EpisodeMaker, EpisodeRequest
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.recorder import Recorder
 from libra.route.admission import Admission
@@ -117,9 +117,9 @@ class Groups:
         return self.prompts[order[index]]
 
     async def _episode(self, group: int, index: int, prompt: Prompt, due: float, version: int) -> None:
-        temperature = self.training.temperature
+        id, temperature = episode_id(group, index), self.training.temperature
         try:
-            episode = await self.rollout.episode(episode_id(group, index), prompt, due, temperature, version=version)
+            episode = await self.rollout.episode(EpisodeRequest(id, prompt, due, temperature, version=version))
             self.episodes.finished(group, index, episode)
             self._admission.finish(_name(group), episode)
             self.recorder.episode(episode)

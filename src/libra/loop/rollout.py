@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from libra.backends.protocols import Trainer
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
 from libra.environments.served import EpisodeFailedError, as_reward
-from libra.loop.episode import Episode, EpisodeMaker
+from libra.loop.episode import Episode, EpisodeMaker, EpisodeRequest
 from libra.loop.fleet import ServingFleet
 from libra.loop.running_turn import Draft
 from libra.loop.turn_maker import RolloutObserver, TurnMaker
@@ -61,18 +61,9 @@ class Rollout:
     def generated_tokens(self) -> int:
         return self._turns.generated_tokens
 
-    async def episode(
-        self,
-        id: str,
-        prompt: Prompt,
-        due: float,
-        temperature: float,
-        fresh: bool = False,
-        seed: int | None = None,
-        version: int = -1,
-    ) -> Episode:
-        draft = Draft(id, prompt, due, temperature, fresh, self._now(), seed=seed, version=version)
-        draft.given(self._codec.encode(prompt.text))
+    async def episode(self, asked: EpisodeRequest) -> Episode:
+        draft = Draft(asked, self._now())
+        draft.given(self._codec.encode(asked.prompt.text))
         draft.prompt_tokens = len(draft.tokens)
         returned: ToolReturn | None = None
         while True:
@@ -114,7 +105,7 @@ class Rollout:
 
     def _finish(self, draft: Draft, turn: list[int], text: str) -> Episode:
         draft.turns.append(Turn(len(turn), None, None, 0))
-        return self._turns.finish(draft, self._reward(draft.prompt, text))
+        return self._turns.finish(draft, self._reward(draft.asked.prompt, text))
 
     def _reward(self, prompt: Prompt, text: str) -> float:
         try:
@@ -166,7 +157,8 @@ async def evaluate(
 
     async def one(kind: str, index: int, prompt: Prompt, heat: float) -> Episode:
         async with under_way:
-            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat, seed=index, version=step)
+            asked = EpisodeRequest(f"{name}-{kind}-{index}", prompt, _NOW, heat, seed=index, version=step)
+            return await rollout.episode(asked)
 
     sampled = await asyncio.gather(*(one("sampled", i, p, temperature) for i, p in enumerate(prompts)))
     greedy = await asyncio.gather(*(one("greedy", i, p, 0.0) for i, p in enumerate(prompts)))
@@ -187,7 +179,7 @@ async def logprob_gap(
     sampled at `temperature`, with the `version` of the weights that the trainer has."""
     episodes = await asyncio.gather(
         *(
-            rollout.episode(f"{label}-{index}", prompt, _NOW, temperature, fresh=True, version=version)
+            rollout.episode(EpisodeRequest(f"{label}-{index}", prompt, _NOW, temperature, fresh=True, version=version))
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )

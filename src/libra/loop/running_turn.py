@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from libra.backends.protocols import Engine
 from libra.backends.transport.engine_messages import Generate, KVTransfer, Piece
 from libra.backends.vllm.kv_handover import ContextMove
-from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerLostError
+from libra.loop.episode import EpisodeRequest
 from libra.loop.fleet import ServingFleet
 from libra.route.policy import Placement, ToolReturn, TurnRequest
 from libra.trajectory import Turn
@@ -29,11 +29,7 @@ class Draft:
     interrupted turn leaves a context from which any other engine can continue.
     """
 
-    id: str
-    prompt: Prompt
-    due: float
-    temperature: float
-    fresh: bool
+    asked: EpisodeRequest  # of a branch, with an id of its own
     started_at: float
     prompt_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -45,12 +41,11 @@ class Draft:
     engine: str = ""  # that served it last
     kv_engine: Engine | None = None  # the last that generated some of it, and so may still hold its KV
     kv_tokens: int = 0  # of the context, that this engine has computed
-    seed: int | None = None  # of the sampling; None: engines draw as they go
-    version: int = -1  # of the weights that its group was started under: older ones may not make it
 
     def sampling_seed(self) -> int | None:
         """The seed for the next tokens. A turn that continues on another engine does not repeat its draws."""
-        return None if self.seed is None else zlib.crc32(f"{self.seed} {len(self.tokens)}".encode())
+        seed = self.asked.seed
+        return None if seed is None else zlib.crc32(f"{seed} {len(self.tokens)}".encode())
 
     def given(self, tokens: list[int]) -> None:
         """Tokens that no engine sampled: the prompt, and tool returns."""
@@ -105,11 +100,11 @@ class RunningTurn:
             (placement, engine), self._destination = self._destination, None
             if self._fleet.serves(engine):
                 return placement
-        draft = self._draft
+        draft, asked = self._draft, self._draft.asked
         self._request = TurnRequest(
-            draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._task, draft.due
+            asked.id, asked.prompt.id, draft.prompt_tokens, len(draft.tokens), self._task, asked.due
         )
-        view = self._fleet.view(self._room, draft.version, draft.seed is not None)
+        view = self._fleet.view(self._room, asked.version, asked.seed is not None)
         if self._returned is None:
             return self._fleet.policy.place(self._request, view)
         returned, self._returned = self._returned, None
@@ -120,7 +115,7 @@ class RunningTurn:
         draft, before = self._draft, len(self._draft.tokens)
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
-        salt = draft.id if draft.fresh else None
+        salt = draft.asked.id if draft.asked.fresh else None
         transfer = await self._bring(salt)
         if not self._fleet.serves(self._engine):  # it left meanwhile: its turns have been stopped already
             self.change = None
@@ -131,7 +126,7 @@ class RunningTurn:
                     id=name,
                     tokens=draft.tokens,
                     max_tokens=self._limit - len(draft.tokens),
-                    temperature=draft.temperature,
+                    temperature=draft.asked.temperature,
                     stop_token=self._stop_token,
                     priority=placement.priority,
                     salt=salt,
@@ -172,7 +167,8 @@ class RunningTurn:
         """Ask the policy whether to move a turn that has generated the expected tokens of its placement."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
-        view = self._fleet.view(self._room, self._draft.version, self._draft.seed is not None)
+        asked = self._draft.asked
+        view = self._fleet.view(self._room, asked.version, asked.seed is not None)
         placement = self._fleet.policy.bucket_overrun(self._request, generated, view)
         if placement is None:
             return

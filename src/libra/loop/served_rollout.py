@@ -8,12 +8,13 @@ gives none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from libra.backends.chat_format import ChatFormat
 from libra.environments.protocol import Prompt
 from libra.environments.served import EpisodeFailedError, Seat, ServedEnvironment, as_reward
 from libra.loop.conversation import Conversation
-from libra.loop.episode import Episode
+from libra.loop.episode import Episode, EpisodeRequest
 from libra.loop.episode_server import EpisodeServer
 from libra.loop.running_turn import Draft
 from libra.loop.turn_maker import TurnMaker
@@ -40,35 +41,27 @@ class ServedRollout:
     def generated_tokens(self) -> int:
         return self._turns.generated_tokens
 
-    async def episode(
-        self,
-        id: str,
-        prompt: Prompt,
-        due: float,
-        temperature: float,
-        fresh: bool = False,
-        seed: int | None = None,
-        version: int = -1,
-    ) -> Episode:
-        def begin(number: int) -> Draft:
-            name = f"{id}~{number}" if number else id
-            return Draft(name, prompt, due, temperature, fresh, self._now(), seed=seed, version=version)
-
+    async def episode(self, asked: EpisodeRequest) -> Episode:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return await self._play(id, prompt, begin)
+                return await self._play(asked)
             except EpisodeFailedError as error:
                 if attempt == _ATTEMPTS:
-                    raise EpisodeFailedError(f"episode {id} of {prompt.id} failed {attempt} times: {error}") from None
+                    raise EpisodeFailedError(
+                        f"episode {asked.id} of {asked.prompt.id} failed {attempt} times: {error}"
+                    ) from None
         raise AssertionError("unreachable")
 
-    async def _play(self, id: str, prompt: Prompt, begin: Callable[[int], Draft]) -> Episode:
+    async def _play(self, asked: EpisodeRequest) -> Episode:
+        def begin(number: int) -> Draft:
+            return Draft(replace(asked, id=f"{asked.id}~{number}") if number else asked, self._now())
+
         conversation = Conversation(
             begin, self._chat, self._turns, self._environment.turn_tokens, self._longest_context
         )
         try:
-            with self._server.seated(id, conversation) as seat:
-                reward = await self._reward(prompt, seat, conversation)
+            with self._server.seated(asked.id, conversation) as seat:
+                reward = await self._reward(asked.prompt, seat, conversation)
             episode = await conversation.finish(reward)
         except BaseException:
             await conversation.abandon()

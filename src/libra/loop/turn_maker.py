@@ -69,13 +69,13 @@ class TurnMaker:
             draft.engine = placement.instance
             self.observer.turns(draft.engine, 1)
             try:
-                await turn.serve(placement, f"{draft.id}/{len(draft.turns)}#{self._requests}")
+                await turn.serve(placement, f"{draft.asked.id}/{len(draft.turns)}#{self._requests}")
             finally:
                 self.observer.turns(draft.engine, -1)
             tokens = len(draft.tokens) - before
             self.generated_tokens += tokens
             seconds = time.monotonic() - began
-            self.observer.turn(TurnReport(draft.id, placement.instance, tokens, seconds, placement, turn.change))
+            self.observer.turn(TurnReport(draft.asked.id, placement.instance, tokens, seconds, placement, turn.change))
             if turn.over:
                 draft.buckets.append(placement.bucket)
                 return draft.tokens[start:]
@@ -83,8 +83,8 @@ class TurnMaker:
     def finish(self, draft: Draft, reward: float, branches: tuple[Episode, ...] = ()) -> Episode:
         """The episode of a draft, whose turns are all in it; the policy learns from it."""
         trajectory = Trajectory(
-            id=draft.id,
-            prompt_id=draft.prompt.id,
+            id=draft.asked.id,
+            prompt_id=draft.asked.prompt.id,
             task=self._task,
             prompt_tokens=draft.prompt_tokens,
             turns=tuple(draft.turns),

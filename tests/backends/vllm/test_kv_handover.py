@@ -21,6 +21,7 @@ from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCos
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
+from libra.loop.episode import EpisodeRequest
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.allocation import Allocation, Bucket
@@ -163,7 +164,7 @@ def on_its_way(scene: Scene) -> tuple[ServingFleet, Draft]:
     """A context that the source holds, where the target is the only one to go on."""
     fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
     fleet.add(ServingEngine(scene.target, "any", 400))
-    draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, kv_engine=scene.source)
+    draft = Draft(EpisodeRequest("t", Prompt("p", "", ""), 0.0, 0.0), started_at=0.0, kv_engine=scene.source)
     draft.given(list(CONTEXT))
     draft.kv_tokens = len(CONTEXT)
     return fleet, draft
