@@ -48,7 +48,8 @@ test-integrations: $(foreach host,verl trl verifiers openenv router envoy,$(HOST
 
 test-vllm: $(HOSTS)/vllm-$(VLLM)/.installed  ## the tests of engines with VLLM=0.26.0, the oldest vLLM; with its PyTorch 3 GB to download
 	$(HOSTS)/vllm-$(VLLM)/bin/python -m pytest -q tests/backends/vllm tests/integration/test_sleeping_engine.py \
-	    tests/integration/test_async_engine.py tests/integration/test_parallel_engine.py
+	    tests/integration/test_async_engine.py tests/integration/test_parallel_engine.py \
+	    tests/integration/test_engine_and_trainer.py tests/integration/test_model_families.py
 
 $(HOSTS)/vllm-$(VLLM)/.installed: $(STAMP)
 	@test -n "$(TORCH_$(VLLM))" || { echo "test-vllm: TORCH_$(VLLM) is not set: make TORCH_$(VLLM)=VERSION, that of its PyTorch" >&2; exit 1; }

@@ -42,6 +42,8 @@ _EVERYWHERE = {
     # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's. On GPUs
     # libraries would start their threads as they are imported, and a process with threads cannot be forked.
     "OMP_NUM_THREADS": "1",
+    # Of pyarrow, which pandas imports where it is installed: its allocator would start one, too.
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
     # The engine shares our process and our loop.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
