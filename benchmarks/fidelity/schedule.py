@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import zip_longest
 from typing import Literal, get_args
 
@@ -85,21 +86,20 @@ def _schedules(
     kind: Kind, seed: int
 ) -> tuple[EngineConfig, Sequence[Request], Sequence[Sequence[Step]], Sequence[Sequence[Step]]]:
     """An engine, the requests as they were simulated, and the steps of each engine: simulated, and vLLM's."""
-    if kind in ("pull", "pull-async", "both"):
-        drafts, ahead = kind == "both", kind == "pull-async"
-        config, requests, transfers = random_pulls(seed, drafts=drafts, ahead=ahead)
-        theirs = vllm_pulls(*random_pulls(seed, drafts=drafts, ahead=ahead))
-        return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
+    ahead, drafts = kind.endswith("-async"), "drafts" in kind
+    if kind in get_args(Pulls):
+        pulls = partial(random_pulls, seed, drafts=kind == "both", ahead=ahead)
+        config, requests, transfers = pulls()
+        return config, requests, [simulated_pulls(config, requests, transfers)], [vllm_pulls(*pulls())]
     if kind in get_args(Pairs):
-        drafts, tier, fails = kind == "pd-drafts", kind == "pd-tiers", kind.startswith("pd-fails")
-        ahead = seed % 2 == 1 if tier else kind not in ("pd", "pd-fails")
-        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts, tier=tier, fails=fails)
-        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts, tier=tier, fails=fails))
-        return pair.decode, requests, simulated_pair(pair, requests), its
-    if kind in ("tiers", "tiers-async", "tiers-drafts"):
-        drafts = kind == "tiers-drafts"
-        ahead = seed % 2 == 1 if drafts else kind == "tiers-async"
-        case, requests = random_tier(seed, ahead=ahead, drafts=drafts)
+        tier, fails = kind == "pd-tiers", kind.startswith("pd-fails")
+        ahead = seed % 2 == 1 if tier else ahead or drafts
+        pairs = partial(random_pair, seed, ahead=ahead, drafts=drafts, tier=tier, fails=fails)
+        pair, requests = pairs()
+        return pair.decode, requests, simulated_pair(pair, requests), vllm_pair(*pairs())
+    if kind in get_args(Tiers):
+        tiers = partial(random_tier, seed, ahead=seed % 2 == 1 if drafts else ahead, drafts=drafts)
+        case, requests = tiers()
         iterations: list[Iteration] = []
         try:
             tiered_cluster(case, requests, trace=iterations.append).run()
@@ -107,17 +107,11 @@ def _schedules(
             if "at the same time" not in str(error):
                 raise
             return _schedules(kind, seed + _OVERLAPPED)
-        return (
-            case.config,
-            requests,
-            [simulated_steps(iterations)],
-            [vllm_tier(*random_tier(seed, ahead=ahead, drafts=drafts))],
-        )
+        return case.config, requests, [simulated_steps(iterations)], [vllm_tier(*tiers())]
     if kind in get_args(Groups):
-        ahead, drafts = kind.endswith("-async"), "drafts" in kind
-        ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)
-        of_ranks = vllm_ranks(*random_ranks(seed, ahead=ahead, drafts=drafts))
-        return ranks.config, requests, simulated_ranks(ranks, requests), of_ranks
+        groups = partial(random_ranks, seed, ahead=ahead, drafts=drafts)
+        ranks, requests = groups()
+        return ranks.config, requests, simulated_ranks(ranks, requests), vllm_ranks(*groups())
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

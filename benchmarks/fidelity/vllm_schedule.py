@@ -116,11 +116,6 @@ class VllmEngine:
         return sum(tokens for _, tokens in self._under_way[-1][1].scheduled)
 
     @property
-    def scheduled_rows(self) -> list[int]:
-        """Tokens of each request of the youngest step under way."""
-        return [tokens for _, tokens in self._under_way[-1][1].scheduled]
-
-    @property
     def unfinished(self) -> bool:
         return bool(self.scheduler.has_unfinished_requests())
 

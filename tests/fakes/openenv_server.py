@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,13 @@ class OpenEnvServer:
             loop.call_soon_threadsafe(over.set)
             thread.join()
             loop.close()
+
+    def empties(self) -> bool:
+        """Whether all sessions end within ten seconds: a client has left before the server sees it."""
+        deadline = time.monotonic() + 10
+        while self.open and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self.open
 
     async def _schema(self, request: web.Request) -> web.Response:
         fields = {"sums": ["answer"], "tools": ["tool_name"], "two": ["left", "right"]}.get(request.match_info["kind"])
