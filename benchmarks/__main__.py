@@ -27,6 +27,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "public": "a minute",
     "rendezvous": "a minute (extra `cpu`)",
     "rollout_price": "an hour",
+    "routers": "an hour and a half (vllm-router)",
     "routing_plans": "minutes",
     "routing_speed": "minutes",
     "search": "an hour",
