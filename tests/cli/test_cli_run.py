@@ -72,7 +72,7 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
     (
         "unknown environment",
         changed(environment={"kind": "chess"}),
-        "environment.kind: unknown environment 'chess'; use calculator, command, verifiers or your own",
+        "environment.kind: unknown environment 'chess'; use calculator, command, openenv, verifiers or your own",
     ),
     (
         "no model directory",

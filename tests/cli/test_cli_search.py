@@ -30,7 +30,7 @@ def menu(tmp_path: Path) -> str:
 def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
     written, page = tmp_path / "answer.json", tmp_path / "answer.html"
     result = libra(
-        *QUESTION, "--slo", "ttft_p99=0.2,tpot_p99=0.02", "--menu", menu, "--rate", 2, "-o", written, "--report", page
+        *QUESTION, "--slo", "ttft_p99=0.3,tpot_p99=0.02", "--menu", menu, "--rate", 2, "-o", written, "--report", page
     )
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("1 engine of tp1 on 1 H100 serves 2 requests/s: 2 per GPU; nothing with fewer")
@@ -59,7 +59,7 @@ def test_prices_are_what_goodput_is_told_for(menu: str) -> None:
 
 def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> None:
     written, page, folder = tmp_path / "answer.json", tmp_path / "answer.html", tmp_path / "engines"
-    asked = (*QUESTION, "--slo", "ttft_p99=0.2,tpot_p99=0.02", "--menu", menu, "--rate", 2, "--engines-out", folder)
+    asked = (*QUESTION, "--slo", "ttft_p99=0.3,tpot_p99=0.02", "--menu", menu, "--rate", 2, "--engines-out", folder)
     result = libra(*asked, "-o", written, "--report", page)
     assert result.exit_code == 0, result.output
     points = json.loads(written.read_text())["pareto"]

@@ -54,7 +54,7 @@ def test_a_miss_of_a_pool_is_known_at_higher_rates_and_of_fewer_engines() -> Non
     pools = Pools(asked, Bounds(asked), candidates)
     candidate = candidates[0]
     most = pools.highest(candidate, 1.0)
-    above = rate_of(rung_of(most) + 1)
+    above = rate_of(rung_of(most) + 2)
     miss = pools.miss(candidate, above)
     assert miss is not None and miss.pool == candidate.pools[0]
     assert str(miss).startswith("its prefill engines alone miss ttft_p95 at ")

@@ -1,6 +1,10 @@
 """Upper bounds on the rates of a pair's pools: each pool is simulated with ample engines of the other role, once for
-all pairs. Assumption: more or faster engines of the other role, or more engines of one shape, never make a candidate
-miss an objective at a rate that it serves."""
+all pairs.
+
+Assumption: more or faster engines of the other role, or more engines of one shape, never make a candidate miss an
+objective at a rung of the ladder below a rate that it serves. At the rate itself they may: ample prefill engines pass
+bursts on that the pair's own would spread.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +85,10 @@ class Pools:
         return self._highest[near] + round(STEPS * log2(pool.count / near.count))
 
     def miss(self, candidate: ServingCandidate, rate: float) -> PoolMiss | None:
-        """The miss of a pool that misses an objective at this rate or below; None if no pool does."""
+        """The miss of a pool that misses an objective a rung below this rate, or lower; None if no pool does."""
         if candidate.architecture == "colocated":
             return None
+        rate /= rate_of(1)
         prefill, decode = candidate.pools
         sides = ((prefill, None), (decode, self._fastest[prefill.shape]))
         found = (self._miss(pool, ample, rate) for pool, ample in sides)
