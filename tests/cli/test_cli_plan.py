@@ -286,7 +286,7 @@ def test_the_host_is_priced_unless_told_otherwise(tmp_path: Path) -> None:
     absent = Asked(options=("--host", "absent.json")).call(tmp_path)
     assert absent.exit_code == 2
     assert "absent.json" in absent.stderr
-    assert "give none or default" in absent.stderr
+    assert "give none, default or fast" in absent.stderr
 
 
 WHAT_IFS = [
@@ -429,7 +429,12 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
     ),
     ("no such profile", Asked(profile="no.json"), 2, ("--profile no.json: No such file", "or give another file")),
     ("no profile at all", Asked(profile=""), 2, ("--profile .: Is a directory", "give auto, tables or roofline")),
-    ("no such host", Asked(options=("--host", "no.json")), 2, ("--host no.json: No such file", "give none or default")),
+    (
+        "no such host",
+        Asked(options=("--host", "no.json")),
+        2,
+        ("--host no.json: No such file", "give none, default or fast"),
+    ),
     (
         "half a node",
         Asked(options=("--what-if", "gpus=12")),

@@ -354,7 +354,11 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         ("engines.0: the engine's times are not known up to", "max_num_batched_tokens 100000", "lower what goes"),
     ),
     ("no such profile", group(profile="no.json"), ("engines.0.profile: ", "no.json", "or give another file")),
-    ("no such host", group(host="no.json", overhead=None), ("engines.0.host: ", "no.json", "give none or default")),
+    (
+        "no such host",
+        group(host="no.json", overhead=None),
+        ("engines.0.host: ", "no.json", "give none, default or fast"),
+    ),
     ("two hosts", group(host="default"), ("engines.0.host is default, and overhead is given: leave one of them",)),
     (
         "a negative overhead",

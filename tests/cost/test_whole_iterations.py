@@ -159,7 +159,7 @@ def test_a_profile_gets_the_host_that_was_asked_for(tmp_path: Path) -> None:
     (measured,) = engine_profiles(cluster, MODEL, recipe, "roofline", notes.append, host=str(tmp_path / "fit.json"))
     assert (measured.host, measured.terms) == (fit.host, fit.terms)
     assert "measured: here" in notes[-1]
-    with pytest.raises(ConfigError, match=r"absent: No such file.*fit the engine again, or give none or default"):
+    with pytest.raises(ConfigError, match=r"absent: No such file.*fit the engine again, or give none, default or fast"):
         engine_profiles(cluster, MODEL, recipe, "roofline", host=str(tmp_path / "absent"))
 
 

@@ -111,6 +111,12 @@ def test_an_unknown_option_is_named(tmp_path: Path) -> None:
         load_environment(environment(skil=0.5), tmp_path)
 
 
+def test_options_that_a_built_in_kind_lacks_are_named(tmp_path: Path) -> None:
+    config = EnvironmentConfig(kind="openenv", options={"url": "http://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match=r"^environment\.options: openenv needs tasks; add it$"):
+        load_environment(config, tmp_path)
+
+
 def test_the_place_to_put_a_module_is_named(beside: Path) -> None:
     with pytest.raises(ConfigError, match=f"give module:Class with the module in {beside}"):
         load_environment(environment("no_such_module:Task"), beside)

@@ -32,3 +32,9 @@ def test_states_on_the_host_are_told_in_gigabytes() -> None:
     (memory,) = (it for it in headline(plan) if it.startswith("Memory of a GPU"))
     assert f"Of a trainer's host: {12 * QWEN_14B.parameters * share / 1e9:.0f} GB of optimiser state" in memory
     assert "host" not in " ".join(headline(Planner(CLUSTER, QWEN_14B, RECIPE).plan(CLASSES)))
+
+
+def test_gpus_that_take_turns_are_counted_once() -> None:
+    plan = Planner(CLUSTER, QWEN_14B, RECIPE.model_copy(update={"mode": "colocated", "staleness": 0})).plan(CLASSES)
+    split = next(it for it in headline(plan) if " train" in it)
+    assert split.startswith(f"{CLUSTER.devices} GPUs generate and then train ("), split

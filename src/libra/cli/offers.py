@@ -74,7 +74,7 @@ def show_offers(where: Path | None, what_if: list[str], inputs: PlanInputs, buyi
     from libra.cli.cluster_plan import compare_clusters
     from libra.hardware.cluster_file import load_cluster
     from libra.hardware.offers import parse_offers
-    from libra.report.offers_table import offer_sentences, offers_table
+    from libra.report.offers_table import UNPRICED, offer_sentences, offers_table
 
     assert buying.offers is not None and buying.steps is not None
     file, costs = None if where is None else load_cluster(where), buying.costs()
@@ -98,6 +98,8 @@ def show_offers(where: Path | None, what_if: list[str], inputs: PlanInputs, buyi
         for line in offer_sentences(found):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         console.print(offers_table(found))
+    if not found.priced:
+        notes.append(UNPRICED)
     notes += [f"{it.name}: no plan exists: {it.refusal}" for it in found.offers if it.refusal]
     tell_notes(notes, err=buying.as_json)
     if not found.in_time:

@@ -46,6 +46,8 @@ class OpenEnvEnvironment:
         turn_tokens: int = 1024,
         name: str = "openenv",
     ) -> None:
+        if tasks < 5:
+            raise ValueError(f"tasks is {tasks}; give 5 or more, of which every fifth is held out")
         self.name, self.turn_tokens = name, turn_tokens
         self._url, self._tasks, self._reset, self._steps = url.rstrip("/"), tasks, dict(reset or {}), steps
         self._sessions, self._seconds, self._instructions = sessions, seconds, instructions

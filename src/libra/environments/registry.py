@@ -5,6 +5,7 @@ classes with the methods of the protocol.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,9 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | S
     try:
         factory: Any = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # noqa: BLE001 - the module is somebody else's code: any failure is bad input
-        raise ConfigError(
-            f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error});"
-            f" give module:Class with the module in {beside}"
-        ) from None
+        why = f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error})"
+        remedy = "" if config.kind in BUILT_IN else f"; give module:Class with the module in {beside}"
+        raise ConfigError(why + remedy) from None
     served = callable(getattr(factory, "play", None))
     methods, attributes = (SERVED_METHODS, SERVED_ATTRIBUTES) if served else (METHODS, ATTRIBUTES)
     lacking = [name for name in methods if not callable(getattr(factory, name, None))]
@@ -52,6 +52,8 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | S
             f" {'libra.environments.served.ServedEnvironment' if served else 'libra.environments.protocol.Environment'}"
         )
     try:
+        if config.kind in BUILT_IN:
+            _check_options(config, factory)
         environment: Any = factory(**config.options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment.options: {error}") from None
@@ -68,6 +70,16 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | S
     made: Environment = environment
     _check_tools(config, made)
     return made
+
+
+def _check_options(config: EnvironmentConfig, factory: Any) -> None:
+    """Raises ValueError where a built-in kind does not take the options."""
+    known = inspect.signature(factory).parameters
+    lacking = [name for name, it in known.items() if it.default is it.empty and name not in config.options]
+    if lacking:
+        raise ValueError(f"{config.kind} needs {' and '.join(lacking)}; add it")
+    if unknown := [name for name in config.options if name not in known]:
+        raise ValueError(f"{config.kind} has no option {unknown[0]!r}; its options are {', '.join(known)}")
 
 
 def _check_tools(config: EnvironmentConfig, environment: Environment) -> None:

@@ -9,7 +9,7 @@ import altair as alt
 
 from libra.choose.offers import Comparison, OfferedCluster
 from libra.report.charts import Figure
-from libra.report.offers_table import CAPTION, COLUMNS, cost_words, offer_rows, offer_sentences
+from libra.report.offers_table import CAPTION, COLUMNS, UNPRICED, cost_words, offer_rows, offer_sentences
 from libra.report.page import Tile, render
 from libra.report.vega import FULL, Axis, draw, layer, unchecked
 from libra.report.words import days, plural
@@ -24,7 +24,7 @@ def offers_page(found: Comparison, title: str) -> str:
         "offers.html",
         title,
         headline=" ".join(offer_sentences(found)),
-        notices=[] if found.priced else ["Not every cluster has a cost: GPU-hours are compared. Give --cost."],
+        notices=[] if found.priced else [UNPRICED],
         tiles=list(_tiles(found)),
         figures=[front_figure(found)] if found.fastest is not None else [],
         columns=COLUMNS,

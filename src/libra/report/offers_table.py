@@ -16,6 +16,7 @@ CAPTION = (
     "~: predicted, not simulated; bettered: another is cheaper and no slower. Every step is assumed to take as long"
     " as the plan's."
 )
+UNPRICED = "Not every cluster has a cost: GPU-hours are compared. Give --cost."
 
 
 def offer_sentences(found: Comparison) -> tuple[str, ...]:

@@ -115,9 +115,13 @@ def _split(plan: Plan) -> str:
     training = sum(group.devices for group in plan.placement if group.role == "train")
     generating = sum(group.devices for group in plan.placement if group.role != "train")
     engines = printable(" + ".join(f"{count} x {shape}" for shape, count in allocation.engines_by_shape.items()))
+    ranks = plural(allocation.replicas, "data-parallel rank")
+    if plan.of_cluster.recipe.mode == "colocated":
+        verbs = "generates and then trains" if training == 1 else "generate and then train"
+        return f"{plural(training, 'GPU')} {verbs} ({engines}; {ranks})."
     return (
         f"{plural(training, 'GPU')} {'trains' if training == 1 else 'train'}"
-        f" ({plural(allocation.replicas, 'data-parallel rank')}), {generating} generate ({engines})."
+        f" ({ranks}), {generating} generate ({engines})."
     )
 
 

@@ -59,7 +59,7 @@ def save_fit(path: Path, fit: EngineFit) -> None:
 
 def load_fit(path: Path) -> EngineFit:
     """Read the file of `save_fit`. Raises `ConfigError` naming the file and the field."""
-    remedy = "fit the engine again, or give none or default"
+    remedy = "fit the engine again, or give none, default or fast"
     return _checked(path, EngineFit, _read(path, remedy), remedy)
 
 

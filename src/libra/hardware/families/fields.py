@@ -43,6 +43,10 @@ class Fields:
             self._assumed[field] = given = self._defaults[field]
         return given
 
+    def assume(self, field: str, value: Any) -> None:
+        """Say in a note that an absent field has this value."""
+        self._assumed[field] = value
+
     def given(self, field: str) -> bool:
         return self.value(field) is not None
 

@@ -50,6 +50,8 @@ def attention(
     """Grouped-query attention by the usual fields. Without `num_key_value_heads` every head has its own keys."""
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", otherwise=heads)
+    if not fields.given("num_key_value_heads"):
+        fields.assume("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"kv_heads is {kv_heads}; it must divide the {heads} heads")
     return Attention(
