@@ -28,10 +28,9 @@ from fakes.small_run import rows
 
 from libra.backends.grpo.membership import CoreLostError
 from libra.config.yaml_file import ConfigError
-from libra.environments.protocol import Prompt
 from libra.exec.journal import read_journal
 from libra.loop.checkpoint import latest_checkpoint, read_interrupted
-from libra.loop.episode import Episode
+from libra.loop.episode import Episode, EpisodeRequest
 from libra.loop.episode_file import History
 from libra.loop.rollout import Rollout
 from libra.loop.training_loop import TrainingLoop
@@ -275,10 +274,11 @@ def test_a_group_is_due_when_its_staleness_is_used_up(tmp_path: Path, monkeypatc
 
     started_at = {f"g{group.number}": group.started_at for group in history.groups}
 
-    async def noted(rollout: Rollout, id: str, prompt: Prompt, due: float, heat: float, *, version: int) -> Episode:
-        steps_until_due[id.split("-")[0]] = round((due - rollout._now()) / 1000)
-        assert version == started_at.get(id.split("-")[0], version)  # which no older weights may make
-        return await episode(rollout, id, prompt, due, heat, version=version)
+    async def noted(rollout: Rollout, asked: EpisodeRequest) -> Episode:
+        group = asked.id.split("-")[0]
+        steps_until_due[group] = round((asked.due - rollout._now()) / 1000)
+        assert asked.version == started_at.get(group, asked.version)  # which no older weights may make
+        return await episode(rollout, asked)
 
     monkeypatch.setattr(MadePeriods, "predicted_seconds", 1000.0)
     monkeypatch.setattr(Rollout, "episode", noted)
