@@ -6,7 +6,7 @@ Invariant: every router gets the same trajectories, all at once, over the same e
 
 Plans are for a log of search agents: two equal engines on 24 GPUs, and engines of two sizes on 16. Plan and Libra know
 one half of the log's prompts; 256 trajectories of the other half are played. Seconds are the engines', whose time runs
-`--speed` times as fast. All requests name their session; only Libra is told of tools and prompts. With `--quick` each
+`--speed` times as fast. Every request names its session; tools and prompts are told to Libra alone. With `--quick` each
 plan has 32 trajectories. vllm-router is that beside this Python. Where other work has the cores, clients and routers
 are late, and the figures are theirs: two cores must be free.
 """
@@ -58,7 +58,7 @@ Times = tuple[float, float]  # seconds of the batch, and the mean of its traject
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("routers", __doc__, quick="few trajectories: a first look")
     parser.add_argument("--speed", type=float, default=2.0, metavar="N", help="of the engines' time (default: 2)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="means over so many (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each router (default: 3)")
     options = parser.parse_args(arguments)
     if not _PROGRAM.exists():
         parser.error(f"{_PROGRAM} is not there: after make test-integrations, use build/hosts/router/bin/python")

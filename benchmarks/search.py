@@ -142,6 +142,7 @@ def windows_rows(jobs: int, quick: bool) -> Iterator[Row]:
         for name, lengths in (
             ("prompts", [it.prompt_tokens for it in traffic]),
             ("answers", [it.output_tokens for it in traffic]),
+            ("gaps between requests", np.diff([it.arrival for it in traffic])),
         ):
             means = [float(np.mean(lengths[at : at + 300])) for at in range(0, len(lengths) - 299, 300)]
             yield Row(source, f"drift of the mean of 300 {name}", float(np.std(means) / np.mean(lengths)), "share")

@@ -1,4 +1,4 @@
-"""Environments of an OpenEnv server: what it is told, what the model reads, and what is said of one that fails."""
+"""Environments of an OpenEnv server: its orders, what the model reads, and the errors of one that fails."""
 
 from __future__ import annotations
 

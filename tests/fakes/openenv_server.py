@@ -15,7 +15,7 @@ ADDED = 7  # to the seed
 
 
 class OpenEnvServer:
-    """Sessions at `url`, so many at a time."""
+    """Sessions at `url`, of which a limited number is open at a time."""
 
     def __init__(self, sessions: int = 2) -> None:
         self.url, self.most, self.open, self.peak = "", sessions, 0, 0

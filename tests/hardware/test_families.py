@@ -92,11 +92,10 @@ def test_a_field_that_changes_a_shape_and_is_not_read_is_told(tmp_path: Path) ->
     ]
     without = {key: value for key, value in CONFIGS["gemma3_text"].items() if key != "head_dim"}
     _, notes = read(tmp_path, without)
-    assert notes == [f"{tmp_path.name}: not given, and as the family's class has it: head_dim 256"]
+    assert notes == [f"{tmp_path.name}: not given, and assumed: head_dim 256"]
     _, notes = read(tmp_path, {key: it for key, it in CONFIGS["qwen3"].items() if key != "num_key_value_heads"})
     assert notes == [
-        f"{tmp_path.name}: not given, and as the family's class has it: num_key_value_heads"
-        f" {CONFIGS['qwen3']['num_attention_heads']}"
+        f"{tmp_path.name}: not given, and assumed: num_key_value_heads {CONFIGS['qwen3']['num_attention_heads']}"
     ]
 
 

@@ -110,7 +110,7 @@ class BrokenHarness(Whole):
 
 
 def play_broken(stage: Stage, monkeypatch: pytest.MonkeyPatch, breaks: str) -> str:
-    """What is said of a harness that does this."""
+    """The error of a harness that does this."""
     name = f"broken_{len(breaks)}_verifiers"
     (stage.logs / f"{name}.py").write_text(BROKEN.format(breaks=breaks))
     monkeypatch.syspath_prepend(str(stage.logs))

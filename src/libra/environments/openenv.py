@@ -1,7 +1,7 @@
 """An OpenEnv environment behind a URL as a task: the model reads its observations and writes its actions.
 
 Invariant: an episode is one session of the server, on one WebSocket, and its reward the sum of those of its steps. An
-action that the server refuses is told to the model; whatever else the server refuses is a failure of the environment.
+action that the server refuses is told to the model; any other refusal is a failure of the environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REFUSED = "VALIDATION_ERROR"  # the server's code for an action that is none
 
 
 class OpenEnvEnvironment:
-    """`kind: openenv`. Its options: `url`; `tasks`, how many seeds there are; `reset`, what else a reset is told;
+    """`kind: openenv`. Its options: `url`; `tasks`, the number of seeds; `reset`, further arguments of a reset;
     `instructions`, the system message; `action`, the field that a turn's text becomes, and `observation`, the field
     that the model reads; `steps` of an episode; `sessions` that the server has at a time; `seconds` for one of its
     answers; `turn_tokens`; `name` in the records."""
@@ -46,8 +46,8 @@ class OpenEnvEnvironment:
         turn_tokens: int = 1024,
         name: str = "openenv",
     ) -> None:
-        if tasks < 5:
-            raise ValueError(f"tasks is {tasks}; give 5 or more, of which every fifth is held out")
+        if type(tasks) is not int or tasks < 1:
+            raise ValueError(f"tasks is {tasks!r}; give how many seeds there are, 1 or more")
         self.name, self.turn_tokens = name, turn_tokens
         self._url, self._tasks, self._reset, self._steps = url.rstrip("/"), tasks, dict(reset or {}), steps
         self._sessions, self._seconds, self._instructions = sessions, seconds, instructions

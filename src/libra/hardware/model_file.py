@@ -110,12 +110,12 @@ def _parse(text: str, path: Path, name: str, note: Note) -> ModelSpec:
 
 
 def _unread(top: Fields) -> Iterator[str]:
-    """Notes on fields that may change the shape: unread ones, and those with a value of the family's class."""
+    """Notes on fields that may change the shape: unread ones, and absent ones, with the assumed value."""
     unread, assumed = list(top.unread()), [f"{field} {value}" for field, value in top.assumed()]
     if unread:
         yield f"not read: {', '.join(unread)}; check the parameters if one of them changes the shape"
     if assumed:
-        yield f"not given, and as the family's class has it: {', '.join(assumed)}"
+        yield f"not given, and assumed: {', '.join(assumed)}"
 
 
 def _quantization(data: dict[str, object]) -> object:

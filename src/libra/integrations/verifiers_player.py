@@ -55,7 +55,7 @@ class VerifiersPlayer:
     async def _tell(self, order: Mapping[str, Any], answers: TextIO) -> None:
         try:
             said: dict[str, Any] = {"reward": await self._play(order)}
-        except Exception as error:  # noqa: BLE001 - of somebody else's task: the run is told
+        except Exception as error:  # noqa: BLE001 - a task may raise anything
             said = {"failed": f"{type(error).__name__}: {error}"[:_SAID]}
         print(json.dumps({"number": order["number"], **said}), file=answers)
 

@@ -1,4 +1,4 @@
-"""Draws of a record that imitate other parts of the same traffic: longer prompts, and longer answers, more densely.
+"""Draws of a record that imitate other parts of the same traffic: longer prompts or answers, at a higher rate.
 
 Invariant: the same record gives the same draws. A draw has the record's first arrivals at a higher rate, and requests
 of the record in their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix
@@ -6,7 +6,7 @@ of its own.
 
 Mean lengths and rates of traffic drift by far more than chance explains. The drift is measured between parts of the
 record and shrunk towards that of a public trace, more strongly for fewer requests. The load is a mean length times a
-rate: a draw raises both in the direction in which two standard deviations raise the load most.
+rate: a draw raises both in the direction in which `_DEVIATIONS` standard deviations raise the load most.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
         (ANSWERS, [it.output_tokens for it in record], ANSWER_DRIFT),
     ):
         if len(set(lengths)) > 1:
-            longer, denser = raised(np.array(lengths, dtype=float), drift, gaps)
-            places = _drawn(_weights(np.array(lengths, dtype=float), longer), len(begun))
+            tokens = np.array(lengths, dtype=float)
+            longer, denser = raised(tokens, drift, gaps)
+            places = _drawn(_weights(tokens, longer), len(begun))
             slots = begun * (gaps.mean() * (len(begun) - 1) / (begun[-1] * denser))
             yield Draw(name, _requests(record, slots, places), denser)
 

@@ -61,8 +61,7 @@ class Runs:
         rivals: Sequence[Rival] = (),
     ) -> Trial:
         self.made += 1
-        asked, engines = self.question, self.candidate
-        return trial(asked, engines, rate, requests=requests, to_the_end=to_the_end, rivals=rivals)
+        return trial(self.question, self.candidate, rate, requests=requests, to_the_end=to_the_end, rivals=rivals)
 
 
 def _repeated(requests: tuple[RecordedRequest, ...], least: int) -> tuple[RecordedRequest, ...]:
