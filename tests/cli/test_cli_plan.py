@@ -556,5 +556,5 @@ def test_pauses_of_people_are_said_to_bind_the_step_and_can_be_cut(tmp_path: Pat
     assert "the longest tool call of the log took 7 h 00 min" in bound.stderr
     assert "--longest-tool-call SECONDS" in bound.stderr
     cut = Asked(log=log, options=("--json", "--longest-tool-call", "60")).call(tmp_path)
-    assert cut.stderr.startswith("note: 1 tool call of more than 1 min 00 s counted as so long\n")
+    assert cut.stderr.startswith("note: 1 tool call of more than 1 min 00 s counted as 1 min 00 s\n")
     assert parse_plan(cut.stdout).predicted.step < parse_plan(bound.stdout).predicted.step / 10
