@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from time import process_time
 from typing import Any
 
+from libra.choose.forked import mapping
 from libra.cost.quantization import AS_STORED
 from libra.cost.transfer import fabric
 from libra.route.baselines import LeastLoaded
@@ -19,7 +21,7 @@ from libra.route.policy import Instance
 from libra.serving.answer import bottleneck
 from libra.serving.bound import Bounds, refuse_impossible
 from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.serving.ladder import Asking, lasting_rate, repeated, simulator
+from libra.serving.ladder import Asking, lasting_rate, repeated
 from libra.serving.menu import ServingMenu, refuse_empty, refuse_too_dear
 from libra.serving.mix_problem import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.serving.objective import Objective
@@ -178,8 +180,8 @@ def single_engines(
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
     kv = tokens * AS_STORED.kv_bytes_per_token(question.model, context=question.longest)
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
-    with simulator(alone, jobs, _served) as simulate:
-        for done, (single, served) in enumerate(simulate(asking), start=1):
+    with mapping(partial(_served, alone), jobs) as simulate:
+        for done, (single, served) in enumerate(zip(asking, simulate(asking), strict=True), start=1):
             tell(f"{done} of {len(asking)} single engines simulated")
             if served is None:
                 continue
