@@ -205,6 +205,7 @@ def test_nothing_is_due_at_the_end_and_all_that_is_tried_was_due(settings: dict[
     )
     moments: list[Progress] = []
     answer(asked, SMALL, progress=moments.append)
+    assert moments[0].tried == 0 and moments[0].out < moments[0].candidates  # when bounds are known
     assert moments[-1].due == 0 and moments[-1].tried <= moments[-1].candidates
     for before, after in pairwise(moments):
         assert after.tried > before.tried

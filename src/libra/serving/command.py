@@ -168,6 +168,8 @@ def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnsw
     with SimulationProgress(sys.stderr) as shown:
 
         def tell(moment: Progress) -> None:
+            if not moment.tried:
+                shown.begin(estimated=True)
             best = "" if moment.best is None else f"; best: {moment.best.candidate}"
             done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
             shown.tell(done + shown.left(moment.tried, moment.tried + moment.due) + best)
@@ -198,7 +200,13 @@ def _mix(
 
     try:
         with SimulationProgress(sys.stderr) as shown:
-            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=shown.tell)
+
+            def tell(words: str, done: int, total: int) -> None:
+                if not done:
+                    shown.begin(uneven=True)
+                shown.tell(words + shown.left(done, total))
+
+            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=tell)
     except NoMixError as error:
         infeasible(error, "nothing found")
     text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
