@@ -143,10 +143,10 @@ def _step(plan: Plan) -> str:
 def _cut_short(plan: Plan) -> tuple[str, ...]:
     if plan.cut_short is None:
         return ()
-    *steps, last = (str(0 if it.simulated is None else it.simulated.steps) for it in plan.finalists)
+    steps = ", ".join(str(0 if it.simulated is None else it.simulated.steps) for it in plan.finalists)
     return (
-        f"The comparison with others was cut short at {duration(plan.cut_short)}, before it was decided: the finalists"
-        f" ran {', '.join(steps)} and {last} steps. With --simulate-for inf it goes on until it is.",
+        f"The comparison with others was cut short at {duration(plan.cut_short)}, before it was decided (steps of the"
+        f" finalists: {steps}). With --simulate-for inf it continues until it is decided.",
     )
 
 
