@@ -145,7 +145,7 @@ def _cut_short(plan: Plan) -> tuple[str, ...]:
     *steps, last = (str(0 if it.simulated is None else it.simulated.steps) for it in plan.finalists)
     return (
         f"The comparison with others was cut short at {duration(plan.cut_short)}, before it was decided: the finalists"
-        f" ran {', '.join(steps)} and {last} steps. With --simulate-for inf it goes on until it is.",
+        f" ran {', '.join(steps)} and {last} steps. --simulate-for inf lets it end.",
     )
 
 
