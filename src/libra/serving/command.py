@@ -126,9 +126,6 @@ def search(
             from libra.serving.search_page import search_page
 
             write_text(report, search_page(found, f"Serving {found.question.model.name}", files))
-    except KeyboardInterrupt:
-        typer.echo("libra: interrupted", err=True)
-        raise typer.Exit(130) from None
     except InfeasiblePlanError as error:
         infeasible(error, "nothing found")
     except (ValueError, OSError) as error:
