@@ -64,7 +64,7 @@ def qwen_next(fields: Fields) -> Stack:
 
 
 def olmo_hybrid(fields: Fields) -> Stack:
-    """OLMo Hybrid: gated delta networks, and attention in each fourth layer. Its states have as many heads by default."""
+    """OLMo Hybrid: gated delta networks with as many heads by default, and attention in each fourth layer."""
     layers, bias, heads = layer_count(fields), fields.flag("attention_bias"), fields.count("num_attention_heads")
     full = attention(fields, qk_norm="layer", qkv_bias=bias, out_bias=bias)
     keys = fields.count("linear_num_key_heads", otherwise=heads)
