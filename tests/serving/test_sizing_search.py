@@ -136,7 +136,7 @@ def test_a_record_that_is_too_short_gives_no_rate(monkeypatch: pytest.MonkeyPatc
     asked = question(tiny, *parse_objectives("ttft_p99=600s"), gpus=1)
     none = answer(asked, menu)
     assert none.points and not none.told
-    assert headline(none).startswith("No rate can be told: at 1.31e+05 requests/s the 100 requests come within ")
+    assert headline(none).startswith("No rate can be given: at 1.31e+05 requests/s the 100 requests come within ")
     document = none.document()
     assert document["caution"] == none.caution() and all("rate" not in it for it in document["pareto"])
     assert answer(replace(asked, rate=2.0), menu).told
@@ -205,6 +205,7 @@ def test_nothing_is_due_at_the_end_and_all_that_is_tried_was_due(settings: dict[
     )
     moments: list[Progress] = []
     answer(asked, SMALL, progress=moments.append)
+    assert moments[0].tried == 0 and moments[0].out < moments[0].candidates  # when bounds are known
     assert moments[-1].due == 0 and moments[-1].tried <= moments[-1].candidates
     for before, after in pairwise(moments):
         assert after.tried > before.tried

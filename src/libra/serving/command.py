@@ -126,9 +126,6 @@ def search(
             from libra.serving.search_page import search_page
 
             write_text(report, search_page(found, f"Serving {found.question.model.name}", files))
-    except KeyboardInterrupt:
-        typer.echo("libra: interrupted", err=True)
-        raise typer.Exit(130) from None
     except InfeasiblePlanError as error:
         infeasible(error, "nothing found")
     except (ValueError, OSError) as error:
@@ -139,7 +136,7 @@ def search(
         _print(found, files)
     tell_notes(notes, err=as_json)
     if found.points and not found.told:
-        infeasible(ValueError(found.caution()), "no rate can be told")
+        infeasible(ValueError(found.caution()), "no rate can be given")
     if not found.points:
         infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
 
@@ -168,6 +165,8 @@ def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnsw
     with SimulationProgress(sys.stderr) as shown:
 
         def tell(moment: Progress) -> None:
+            if not moment.tried:
+                shown.begin(estimated=True)
             best = "" if moment.best is None else f"; best: {moment.best.candidate}"
             done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
             shown.tell(done + shown.left(moment.tried, moment.tried + moment.due) + best)
@@ -198,7 +197,13 @@ def _mix(
 
     try:
         with SimulationProgress(sys.stderr) as shown:
-            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=shown.tell)
+
+            def tell(words: str, done: int, total: int) -> None:
+                if not done:
+                    shown.begin(uneven=True)
+                shown.tell(words + shown.left(done, total))
+
+            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=tell)
     except NoMixError as error:
         infeasible(error, "nothing found")
     text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"

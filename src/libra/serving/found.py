@@ -60,7 +60,8 @@ class Found:
         self._tried = 0
 
     def waves(self) -> Iterator[list[Asking]]:
-        """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds."""
+        """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds. Tells
+        progress before the first one."""
         question = self.question
         left = self._left
         for candidate, bound in self.bounded.items():
@@ -72,6 +73,7 @@ class Found:
                 self._reject(candidate, "bound", why)
             else:
                 left.append(candidate)
+        self._tell()
         while left:
             # Rivals come before those that they may beat.
             left.sort(key=self._order)
@@ -229,11 +231,15 @@ class Found:
             else:
                 self._reject(candidate, "simulation", f"misses {held.missed}")
         self.front, _ = pareto(self.points)
-        if self.progress is not None:
-            simulated_now = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
-            out = len(self.reasons) + len(self.points) - simulated_now
-            best = self.front[0] if self.front else None
-            self.progress(Progress(len(self.bounded), out, simulated_now, best, self._tried, self._due()))
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.progress is None:
+            return
+        simulated = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
+        out = len(self.reasons) + len(self.points) - simulated
+        best = self.front[0] if self.front else None
+        self.progress(Progress(len(self.bounded), out, simulated, best, self._tried, self._due()))
 
     def answer(self, candidates: Sequence[ServingCandidate]) -> SizingAnswer:
         front, beaten = pareto(self.points)
