@@ -100,7 +100,8 @@ def test_without_time_two_plans_are_simulated_and_it_says_which_were_not() -> No
     assert unseen == [False, False] + [True] * (len(unseen) - 2)
     assert plan.simulated is not None and plan.simulated.steps == 4 and plan.simulated.error is not None
     assert plan.cut_short == 0 and parse_plan(dump_plan(plan)) == plan
-    assert any("cut short at 0" in it and " ran 4, 2, 0" in it for it in headline(plan)), headline(plan)
+    said = " ".join(headline(plan))
+    assert "cut short at 0" in said and "steps of the finalists: 4, 2, 0" in said
     rows = finalist_rows(plan)
     assert rows[1][-1].endswith(" (2 steps: no interval)"), rows
     assert {row[-1] for row in rows[2:]} == {"not simulated"}

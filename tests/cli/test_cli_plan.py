@@ -231,7 +231,7 @@ def test_a_plan_is_simulated_and_says_how_it_was_chosen(tmp_path: Path) -> None:
     explained = libra("explain", tmp_path / "plan.json", "--html", tmp_path / "plan.html")
     assert explained.exit_code == 0, explained.stderr
     assert "in simulation under cmlfq" in explained.stdout
-    assert "Plans that were simulated" in (tmp_path / "plan.html").read_text()
+    assert "Simulated plans" in (tmp_path / "plan.html").read_text()
     again = libra("rehearse", tmp_path / "plan.json", "-t", tmp_path / "log.jsonl", "--steps", 4, "--json")
     assert again.exit_code == 0, again.stderr
 
@@ -556,5 +556,5 @@ def test_pauses_of_people_are_said_to_bind_the_step_and_can_be_cut(tmp_path: Pat
     assert "the longest tool call of the log took 7 h 00 min" in bound.stderr
     assert "--longest-tool-call SECONDS" in bound.stderr
     cut = Asked(log=log, options=("--json", "--longest-tool-call", "60")).call(tmp_path)
-    assert cut.stderr.startswith("note: 1 tool call of more than 1 min 00 s counted as so long\n")
+    assert cut.stderr.startswith("note: 1 tool call of more than 1 min 00 s counted as 1 min 00 s\n")
     assert parse_plan(cut.stdout).predicted.step < parse_plan(bound.stdout).predicted.step / 10

@@ -44,10 +44,10 @@ def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
     html = page.read_text()
     assert "Pareto set" in html
     assert "longer prompts)" in html and "Margin: " in result.stdout
-    assert "Each at the rate that was asked for. " in html
+    assert "Each at the given rate. " in html
     assert "1 tp1" in html and "2 tp1" in html  # labels of dots
     assert html.count("<circle") + html.count("<path") > 0
-    assert "Why others were rejected" in html
+    assert "Rejected deployments" in html
 
 
 def test_prices_are_what_goodput_is_told_for(menu: str) -> None:
@@ -127,7 +127,10 @@ def test_one_of_a_kind_is_told_as_one(menu: str) -> None:
     Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
     result = libra(*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--rate", 1)
     assert result.stdout.startswith("1 engine of tp1 on 1 H100 serves 1 request/s: ")
-    assert "\n1 candidate: 0 out by bound (0.0 %), 3 simulations of 300 requests; 1 point on the" in result.stdout
+    assert (
+        "\n1 candidate: 0 ruled out by the bound (0.0 %), 3 simulations of 300 requests; 1 point on the"
+        in result.stdout
+    )
 
 
 def test_a_caution_stands_in_terminal_page_and_answer(menu: str, tmp_path: Path) -> None:
@@ -152,9 +155,9 @@ def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_pa
     result = libra(*asked, "-o", written, "--report", page, "--engines-out", tmp_path / "engines")
     assert result.exit_code == 3, result.output
     assert result.stderr.splitlines()[-1].startswith(  # a slow machine shows progress before
-        "libra: no rate can be told: at 131,072 requests/s the 20,001 requests come within"
+        "libra: no rate can be given: at 131,072 requests/s the 20,001 requests come within"
     )
-    assert result.stdout.startswith("No rate can be told: ") and "No rate can be told: " in page.read_text()
+    assert result.stdout.startswith("No rate can be given: ") and "No rate can be given: " in page.read_text()
     assert not (tmp_path / "engines").exists()
     assert "rate" not in json.loads(written.read_text())["pareto"][0]
 

@@ -20,7 +20,7 @@ def test_engines_on_several_nodes_are_told_with_what_is_not_measured(memory: flo
     gpu = replace(H100, memory=memory, visible=None)
     cluster = Cluster((NodeClass("small", 64, 2, gpu, H100.link, 100e9),))
     sentences = headline(Planner(cluster, QWEN_14B, RECIPE).plan(CLASSES))
-    told = "An engine of small/tp8 is on 4 nodes: its all-reduces cross the network, for which no run was measured."
+    told = "An engine of small/tp8 is on 4 nodes: its all-reduces cross the network. Such runs were not measured."
     assert (told in sentences) == spans == any("all-reduces cross" in each for each in sentences)
 
 
@@ -30,7 +30,7 @@ def test_states_on_the_host_are_told_in_gigabytes() -> None:
     assert plan.layout is not None
     share = min(8, plan.layout.devices) / plan.layout.devices
     (memory,) = (it for it in headline(plan) if it.startswith("Memory of a GPU"))
-    assert f"Of a trainer's host: {12 * QWEN_14B.parameters * share / 1e9:.0f} GB of optimiser state" in memory
+    assert f"A trainer's host needs {12 * QWEN_14B.parameters * share / 1e9:.0f} GB for optimiser state" in memory
     assert "host" not in " ".join(headline(Planner(CLUSTER, QWEN_14B, RECIPE).plan(CLASSES)))
 
 

@@ -191,7 +191,7 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
         "pauses cut",
         ALTERNATING_PLAN,
         replace(PAUSES, longest_tool_call=60.0, cut_tool_calls=1),
-        ("1 tool call of more than 1 min 00 s counted as so long", ALTERNATE),
+        ("1 tool call of more than 1 min 00 s counted as 1 min 00 s", ALTERNATE),
     ),
     (
         "one unfinished",

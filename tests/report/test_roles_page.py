@@ -121,7 +121,7 @@ def test_failures_are_told_with_their_reason() -> None:
 
     view = simulation_view(apart(bandwidth=2e9, before=fail))
     said = Page(simulation_page(view, "apart")).text
-    assert view.metrics.failed and "broken off" in said
+    assert view.metrics.failed and "aborted" in said
     assert f"failed {view.metrics.failed} nothing comes from prefill-…" in said
 
 
@@ -135,7 +135,7 @@ def test_nothing_handed_over_or_finished_yet() -> None:
         cut = simulation_view(apart(time_limit=round(limit * TICKS)))
         chapter = roles_chapter(cut)
         assert chapter is not None and cut.roles is not None and cut.roles.bottleneck == "unknown"
-        assert [table.title for table in chapter.tables] == ["What bounds it"]
+        assert [table.title for table in chapter.tables] == ["Bottleneck"]
     unwatched = simulation_view(replace(seen("link").result, series=()))
     assert unwatched.roles is not None and unwatched.roles.bottleneck == "link"
 

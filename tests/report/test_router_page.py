@@ -76,7 +76,7 @@ def test_a_session_shows_its_latest_turns_with_their_tools() -> None:
     html = router_page(view(sessions=(session,), contexts=(1234, 5)))
     (said,) = cells(html, "Turns")
     assert said.startswith("3 earlier turns 40 look ok, 250 ms 50 look ok") and said.endswith("80 look error, 250 ms 7")
-    assert "<b>id</b>" not in html and "And 1 session without a turn since." in html
+    assert "<b>id</b>" not in html and "And 1 session with older turns." in html
 
 
 def test_decisions_have_their_reasons_the_rest_is_folded() -> None:

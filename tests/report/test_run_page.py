@@ -52,7 +52,7 @@ def test_a_page_says_what_the_run_came_to(run: MadeRun, source: str) -> None:
         "2 taken, 1 not",
         "the predicted bottleneck was training ",
         "net gain, estimated: +13.6 s (± 14.9 s); 1 not known",  # 0.5 s over 50 steps, less 11.4 s
-        "the 1 that could be judged saved an estimated 13.6 s (± 14.9 s), switching paid.",
+        "the 1 that could be judged saved an estimated 13.6 s (± 14.9 s), net of the switch.",
         "Seconds of a step 2.64 s → 2.83 s measured",
         "Largest log-prob gap 0.0013 maximum over tokens",
         "w3 was lost after 3 min 42 s: engine process ended with signal 9",
@@ -62,7 +62,7 @@ def test_a_page_says_what_the_run_came_to(run: MadeRun, source: str) -> None:
         "2.79 s → 2.29 s",  # measured
         "+33.7 s over 80 steps",
         "≈ +13.6 s ± 14.9 s over 50 steps",
-        "1 plan looked at and not carried out",
+        "1 plan considered and not carried out",
         "below the uncertainty of 0.12 s",
         "train.learning_rate",
         "3e-05",
@@ -92,7 +92,7 @@ def test_charts_show_every_step_period_and_worker(run: MadeRun, source: str) -> 
     assert len(re.findall('opacity="0.4"', prediction)) == 2 * 2  # both bars of the periods with a role change
     first = run.periods[0]
     assert f">{100 * (2.5 / first.measured_seconds - 1):+.0f}<" in prediction
-    lanes = figure(source, "Who did what")
+    lanes = figure(source, "Roles of the workers")
     assert sum(": " in it and " – " in it for it in titles(lanes)) == 1 + 4 + 1 + 1  # w1 trains, drains, joins, serves
     assert lanes.count("✕") == 1 and "Crosses: it was lost." in lanes
     assert figure(source, "Generation speed").count(">lost<") == 1
@@ -108,7 +108,7 @@ def test_every_axis_has_a_unit(source: str) -> None:
         ("Step time, predicted and measured", "seconds of one step", "steps of the planning period"),
         ("Where the device time went", "% of the time in which steps were made"),
         ("Where the device time went, step by step", "% of the device time of a step", "optimiser step"),
-        ("Who did what", "time since the RL loop began (min)"),
+        ("Roles of the workers", "time since the RL loop began (min)"),
     ):
         for label in labels:
             assert f">{label}</text>" in figure(source, title), (title, label)
@@ -166,10 +166,10 @@ def test_many_losses_are_one_line_and_a_table_further_down(made_run: MadeRun) ->
     source = render_report(made_run.directory)
     notices, table = source.index('class="notices"'), source.index("<h3>Lost workers</h3>")
     opening = source[notices : source.index('class="tiles"')]
-    assert "4 workers were lost, 60 times in all: when and why is in “Lost workers” below." in opening
+    assert "4 workers were lost, 60 times in all: “Lost workers” below says when and why." in opening
     assert opening.count("<li>") == 1
     assert "lost<" not in figure(source, "Generation speed") and "The 60 losses" in figure(source, "Generation speed")
-    assert figure(source, "Who did what").count("✕") == 60
+    assert figure(source, "Roles of the workers").count("✕") == 60
     rows = source[table : source.index("</section>", table)]
     assert rows.count("<tr>") == 1 + len(losses)
     assert all(event.text in rows for event in losses)
@@ -204,7 +204,7 @@ def test_what_is_missing_is_said_in_words(made_run: MadeRun) -> None:
     for words in (
         "No step was finished, so there is nothing to judge yet.",
         "before its first step ended",
-        "No step was finished, so nothing is known.",
+        "No step was finished, so there is nothing to show.",
         "No decision was taken because none came up",
         "No event was recorded.",
     ):
@@ -212,7 +212,7 @@ def test_what_is_missing_is_said_in_words(made_run: MadeRun) -> None:
 
 
 def test_what_was_promised_realised_and_learned_is_a_table(made_run: MadeRun) -> None:
-    assert "Promised, realised, learned" not in Page(render_report(made_run.directory)).text
+    assert "Predictions and corrections" not in Page(render_report(made_run.directory)).text
     learned = {"rollout": Learned(1.25, 0.1), "training": Learned(1.125, 0.2), "latency": Learned(1.0, 0.2)}
     first, *others = made_run.periods
     taught = replace(first, priced_seconds=2.0, measured_error=0.25, hindsight_seconds=2.1, learned=learned)
@@ -235,9 +235,9 @@ def test_a_realised_gain_has_its_interval(made_run: MadeRun) -> None:
 def test_refusals_only_are_explained(made_run: MadeRun) -> None:
     write_lines(made_run.directory / "decisions.jsonl", [DECISIONS[0], replace(DECISIONS[0], period=1, step=40)])
     said = Page(render_report(made_run.directory)).text
-    assert "No decision was taken because no other allocation was worth its switch: 2 plans looked at" in said
+    assert "No decision was taken because no other allocation was worth its switch: 2 plans were considered" in said
     assert "The allocation never changed." in said
-    assert "2 plans looked at and not carried out" in said
+    assert "2 plans considered and not carried out" in said
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 700])

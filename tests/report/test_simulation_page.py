@@ -98,8 +98,8 @@ def test_many_engines_are_told_by_their_extremes_and_the_busiest_ones() -> None:
     view = simulation_view(run(open_loop(200, 200.0), count))
     page = simulation_page(view, "many")
     assert re.findall(r"</i>(\w+)</li>", figure(page, "KV held")) == ["largest", "mean", "smallest"]
-    assert f"The {MOST_ENGINES} busiest are shown; 6 more are there." in Page(page).text
-    assert f"{count - MOST_ROWS} more are there" in printed(*simulation_tables(view))
+    assert f"The {MOST_ENGINES} busiest are shown, 6 others are not." in Page(page).text
+    assert f"{count - MOST_ROWS} others are not shown" in printed(*simulation_tables(view))
 
 
 def test_without_a_watcher_the_page_says_what_is_missing() -> None:

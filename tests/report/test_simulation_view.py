@@ -36,7 +36,7 @@ BOUNDS = [
     (
         "a queue",
         viewed(3, 1, 6, 0.9),
-        "Queueing bounds it: it takes 30 % of a request's mean 10.0 s, and the engine works 90 % of the time.",
+        "Queueing is the bottleneck: it takes 30 % of a request's mean 10.0 s, and the engine works 90 % of the time.",
     ),
     (
         "a queue for blocks",
@@ -49,9 +49,13 @@ BOUNDS = [
         "80 % of it while seats (max_num_seqs) were taken",
     ),
     ("a queue for neither", replace(viewed(3, 1, 6, 0.9), waiting=Waiting(0.1, 0.2)), "mean 10.0 s, and"),
-    ("nothing to do", viewed(0.1, 1, 9, 0.3), "A lack of requests bounds it: the engine works 30 % of the time"),
-    ("generation", viewed(0, 1, 9, 0.9), "Decode bounds it: 90 % of a request's time, and the engine works 90 %"),
-    ("prompts", viewed(0, 8, 2, 0.9), "Prefill bounds it: 80 % of a request's time"),
+    ("nothing to do", viewed(0.1, 1, 9, 0.3), "Too few requests: the engine works 30 % of the time"),
+    (
+        "generation",
+        viewed(0, 1, 9, 0.9),
+        "Decode is the bottleneck: 90 % of a request's time, and the engine works 90 %",
+    ),
+    ("prompts", viewed(0, 8, 2, 0.9), "Prefill is the bottleneck: 80 % of a request's time"),
     ("a tail", replace(viewed(0, 8, 2, 0.9), tail=0.4), "The last tenth of the requests takes 40 % of the makespan."),
 ]
 
@@ -97,7 +101,7 @@ def test_a_lack_of_requests_is_of_the_mean_engine() -> None:
     metrics = replace(view.metrics, busy_share=0.4, paused_share=0.0)
     idle = replace(view, engines=(replace(busiest, busy_share=0.99), *others), phases=phases, metrics=metrics)
     assert (
-        "A lack of requests bounds it: the engines work 40 % of the time on average, and requests hardly queue"
+        "Too few requests: the engines work 40 % of the time on average, and requests hardly queue"
         " (1 % of a request's time). Load is uneven: engine <0> works 99 % of the time, the other 2 engines on average"
         " 10 %; 2 of them had no request."
     ) in headline(idle)

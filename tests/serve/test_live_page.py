@@ -54,4 +54,4 @@ async def test_a_newer_page_replaces_the_contents_only(tmp_path: Path) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 async def test_a_page_that_cannot_be_renewed_stays_and_says_why(tmp_path: Path) -> None:
     shown = await dom(Changing("a record is damaged"), tmp_path)
-    assert "page 1" in shown and "The page is as it was: a record is damaged" in shown
+    assert "page 1" in shown and "This page is not up to date: a record is damaged" in shown

@@ -137,7 +137,7 @@ def test_a_record_that_is_too_short_gives_no_rate(monkeypatch: pytest.MonkeyPatc
     asked = question(tiny, *parse_objectives("ttft_p99=600s"), gpus=1)
     none = answer(asked, menu)
     assert none.points and not none.told
-    assert headline(none).startswith("No rate can be told: at 131,072 requests/s the 100 requests come within ")
+    assert headline(none).startswith("No rate can be given: at 131,072 requests/s the 100 requests come within ")
     document = none.document()
     assert document["caution"] == none.caution() and all("rate" not in it for it in document["pareto"])
     assert answer(replace(asked, rate=2.0), menu).told

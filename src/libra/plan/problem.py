@@ -1,75 +1,94 @@
-"""The planning problem as numbers, as frozen values. This is the one page of notation.
+"""The planning problem as frozen values, and the notation of its model.
 
-Invariant: a `Problem` is a menu. Everything that could be chosen is listed and priced before a solver sees it, so that
-solvers, brute force, explanations and the executor mean the same by a choice. `plan.options` makes the prices. Times
-are seconds, lengths are tokens.
+Invariant: a `Problem` is a menu. Every choice is listed and priced before a solver sees it, so solvers, brute force,
+explanations and the executor mean the same by a choice. `plan.options` makes the prices. Times are seconds, lengths are
+tokens.
 
-Sets        t  training options      s  engine shapes, each with its options o      p  pools of devices
-            j  classes of trajectories, shortest first      (i, j)  a range of classes, i to j      k  routers
-Data        eta  staleness    L, F, S  of t: training, its part `after_rollout`, publication
-            work, refresh, refill, kv_occupancy, residence  of o for each class    stall, holds  of o
-            generates, waits  of o for each line l and class: of the longest trajectory up to the class
-            recall  of k for each class
-            A prefill/decode pair is an engine on two pools; its rows of work are prompts, KV on the links, and decoding
-            Engines on a pool that serves are lent: their prices are those of the share of a device that they get,
-            their longest context is below that of all trajectories, and no t is there
-Decide      x[t]        which option trains
-            z[s, i, j]  that a bucket of engines of shape s serves the range
-            n[s, i, j]  how many engines it has
-            keep        that the buckets are those that run now
-            T           seconds of a step: as few as possible, then fewest moves, devices and buckets
+Sets
+    t       training options
+    s       engine shapes; an option o of a shape is one `max_num_seqs` with its prices
+    p       pools of devices
+    j       classes of trajectories, shortest first
+    (i, j)  ranges of classes, from i to j
+    k       routers
+    l       lines of an option, for its longest trajectories
 
-One name for each family of constraints, in `plan.model` (CP-SAT, ILP, bounds), `plan.explain` and docs/planning.md:
+Parameters
+    eta                                              staleness
+    L, F, S                                          of t: training, its part `after_rollout`, publication
+    work, refresh, refill, kv_occupancy, residence   of o, by class
+    generates, waits                                 of o, by line, for the longest trajectory up to a class
+    stall, holds                                     of o
+    recall                                           of k, by class: share of the work that reaches its own bucket
+    devices                                          of p
+
+Variables
+    x[t]        1 if option t trains
+    z[s, i, j]  1 if engines of shape s are the bucket of the range (i, j)
+    n[s, i, j]  engines of this bucket
+    keep        1 if the buckets are the running ones
+    T           seconds of a step
+
+Objective: the least T; then the fewest moves, devices and buckets.
+
+Constraints, by the names that `plan.model` (CP-SAT, ILP, bounds), `plan.explain` and docs/planning.md use:
 
     one_training          sum over t of x[t] = 1
-    every_class_once      z is a path from the first class to the end of the last
+    every_class_once      the ranges with z = 1 are a path from the first class to the last
     most_buckets          sum of z <= most_buckets
-    one_bucket_per_shape  sum over i, j of z[s, i, j] <= 1                        for every s, if asked for
-    keep_buckets          keep <= z of every bucket that runs
-    training              T >= L                                                  where x[t]
-    rollout               T >= W / n + stall[o]                                   where z[s, i, j], all three of
-    latency               (1 + eta) T >= R + F + S                                the same option o of s
-    longest_context       the longest context of class j <= holds[o]
+    one_bucket_per_shape  sum over i, j of z[s, i, j] <= 1                        for every s, if requested
+    keep_buckets          keep <= z of every running bucket
+    training              T >= L                                                  if x[t]
+    rollout               T >= W / n + stall                                      if z[s, i, j], and for one option o
+    latency               (1 + eta) T >= R + F + S                                  of s that meets these three
+    longest_context       longest context of class j <= holds
     devices               generating[p] + training[p] <= devices[p]               for every p
-    own_devices           ... their sum; without it (colocated) each of them
-    no_idle_devices       = in place of <=, if asked for; of a pool that serves = or none
+    own_devices           the sum is limited; without it (colocated), each term is
+    no_idle_devices       = instead of <=, if requested; on a serving pool = or 0
 
-For a T, longest_context, rollout and latency ask for a number of engines, `need[t, f, s, i, j]` (`plan.model.ranges`),
-and the model has in their place, x being one for each t and f,
+For a given T, rollout, latency and longest_context require a number of engines, need[t, f, s, i, j], if t trains and
+the first bucket has shape f (`plan.model.ranges`). Models replace the three by, with x for each pair of t and f,
 
-    enough_engines        n[s] >= sum over i, j of need[t, f, s, i, j] z[s, i, j] where x[t, f]
-    no_stray_engines      n[s] = 0                                                where no bucket is of s
+    enough_engines        n[s] >= sum over i, j of need[t, f, s, i, j] z[s, i, j] if x[t, f]
+    no_stray_engines      n[s] = 0                                                if s has no bucket
 
-W is what the bucket's classes ask for, by the router k that asks for most: the sum over its classes of
-work[j] recall[k, j], and in the first bucket of work[j] (1 - recall[k, j]) over all classes, the largest over rows of
-work; besides the same of refresh / T, and of refill by the share that caches forget. Routers of ranges that run now are
-known; with `keep` only those count. R is the longest residence of its classes that a typical step has (`expected`).
+Work. W is the work of a bucket, the largest over routers k and over rows of `work`:
 
-Trajectories start in the first bucket, and what of a class's work stays there runs at the pace of its shape f: after
-the first bucket, residence, generates and waits of class j are, for each router k,
+    W = sum over the bucket's classes of  cost[j] recall[k, j]
+        and in the first bucket           + sum over all classes of cost[j] (1 - recall[k, j])
 
-    recall[k, j] times those of o, and 1 - recall[k, j] times those of f's option with the shortest residence at last
+    cost = work + refresh / T + refill * min(1, max(0, D / n - 1))
 
-and R is the longest by any of them. In the first bucket R covers what the others' classes leave there, too: with the
-seconds that the fastest engine by itself takes in place of those of o, so that they are no more than they will be.
+The last factor is the share of returns whose context a full cache has evicted, so that it is prefilled again. D, the
+same sum of kv_occupancy, is the number of engines whose caches a batch fills. The routers of running ranges are known;
+with `keep` only those count.
 
-Caches that are full forget contexts, which then are prefilled again: of a bucket's returns the share
+Residence. R is the longest residence among the bucket's classes that a typical step has (`expected`). Trajectories
+start in the first bucket, and the work that the router leaves there runs at the pace of its shape f. So after the first
+bucket, residence, generates and waits of class j are, for each router k and f's option that ends the last class first,
 
-    min(1, max(0, D / n - 1))        where D, the same sum of kv_occupancy, is the engines whose caches a batch fills.
+    recall[k, j] * (those of o) + (1 - recall[k, j]) * (those of f's option)
 
-If the trajectories of a step start together, the longest of a bucket has what the others leave of its engine while it
-generates (processor sharing), and nothing slows it while its tools run. On an engine that is busy for a share u of the
-time, R is at least, for each line l of the option, with the prices of the bucket's last class,
+and R is the largest over k. In the first bucket, R also covers the longer classes, which leave it: their later part
+takes the seconds of the fastest engine without other trajectories, a lower bound.
 
-    waits[l] + generates[l] / (1 - u)                     u = (W / n + stall) / T
+Shared engines. If the trajectories of a step start together, the longest one of a bucket shares its engine with others
+while it generates (processor sharing); nothing slows it while its tools run. On an engine that is busy for a share u of
+the time, with the prices of the bucket's last class,
 
-With eta = 0 nothing overlaps: the work is spread over the rollout, R >= W / n and u = (W / n) / R, and rollout is
+    R >= waits[l] + generates[l] / (1 - u)    for every l       u = (W / n + stall) / T
 
-    T >= stall + R + F + S                                (colocated: and two switches, in latency, too)
+With eta = 0 nothing overlaps: the work is spread over the rollout, so R >= W / n and u = (W / n) / R, and rollout is
 
-Either way each line asks for the root of a quadratic; latency, with eta > 0, is
+    T >= stall + R + F + S                                      (colocated: plus two switches, as in latency)
 
-    ((1 + eta) T - F - S - waits[l]) * (T - stall - W / n) >= generates[l] T      with no factor below 0.
+Each line is a quadratic inequality in T; latency, with eta > 0, is
+
+    ((1 + eta) T - F - S - waits[l]) * (T - stall - W / n) >= generates[l] T      with both factors >= 0
+
+Special engines. A prefill/decode pair is an engine on two pools; its rows of work are prompts, KV on the links, and
+decoding. Engines on a serving pool are lent: their prices are for their share of the device, they do not hold the
+longest context of the problem, and no t is on such a pool.
 """
 
 from __future__ import annotations
@@ -112,7 +131,7 @@ def _require_costs(owner: str, **fields: Iterable[float]) -> None:
     for field, values in fields.items():
         for value in values:
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{owner}: {field} has {value}; every price is finite and >= 0")
+                raise ValueError(f"{owner}: {field} contains {value}; prices are finite and >= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +168,15 @@ class EngineOption:
     stall: float  # seconds of every step in which it takes new weights
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
-    residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, at least, tools included
-    # Where batches start together, the longest trajectory of all classes up to each one. Slowed by a factor s while it
-    # generates, it takes the maximum of all lines, waits + s * generates.
-    generates: Lines = ()  # [line][class] seconds; the same line of all options is for the same slowing
+    residence: tuple[float, ...]  # [class] least expected seconds of its longest trajectory, tools included
+    # If batches start together: the longest trajectory of the classes up to each one. Slowed by a factor s while it
+    # generates, it takes the maximum over lines of waits + s * generates.
+    generates: Lines = ()  # [line][class] seconds; a line is for the same s in all options
     waits: Lines = ()  # [line][class] seconds
-    # Where caches cannot hold all contexts:
+    # If caches cannot hold all contexts:
     refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
     kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
-    # Of a prefill/decode pair: pool and devices of the engines that compute its prompts. Those above generate.
+    # For a prefill/decode pair: pool and devices of the engine that computes prompts. `pool` and `devices` generate.
     prefill: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -172,11 +191,13 @@ class EngineOption:
         shared = (*self.generates, *self.waits)
         rows = (*self.work, self.refresh, *shared, self.refill, self.kv_occupancy)
         if not self.work or any(row and len(row) != len(self.residence) for row in rows):
-            raise ValueError(f"{owner}: all its prices must be of the same classes")
+            raise ValueError(f"{owner}: its prices differ in their number of classes; price every class")
         if bool(self.refill) != bool(self.kv_occupancy):
-            raise ValueError(f"{owner}: refill and kv_occupancy belong together; what is always gone belongs to work")
+            raise ValueError(
+                f"{owner}: give refill and kv_occupancy together; prefill that is always needed belongs to work"
+            )
         if len(self.generates) != len(self.waits):
-            raise ValueError(f"{owner}: generates and waits must have the same lines")
+            raise ValueError(f"{owner}: generates and waits differ in their number of lines; give both for each line")
 
     @property
     def stays(self) -> Stays:
@@ -209,9 +230,9 @@ class TrainingOption:
     pool: str
     devices: int
     replicas: int
-    seconds: float  # one optimiser step over one step's trajectories, with all that generation has to wait for
+    seconds: float  # one optimiser step over one step's trajectories, exposed publication included
     publish: float  # further seconds until engines have the new weights
-    # Those of `seconds` that follow the step's last trajectory; None: all, as training waits for the whole batch.
+    # The part of `seconds` after the step's last trajectory; None: all, as training waits for the whole batch.
     tail: float | None = None
 
     def __post_init__(self) -> None:
@@ -239,13 +260,13 @@ class Problem:
     expected: tuple[bool, ...]  # [class] whether a typical step has a trajectory of it
     longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
     # Share of a class's work that reaches its own bucket; the rest stays in the first, where all trajectories start.
-    # Each row is a router; a plan must have time for all of them. Ranges that run already are known better.
+    # Each row is a router; a plan must suffice for every one. Fewer are possible for ranges that already run.
     recall_known: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
     recall_possible: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
     staleness: int = 0  # versions; 0 is synchronous training
     colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
     switch: float = 0.0  # seconds to change between generation and training, twice a step, when colocated
-    use_all_devices: bool = False  # no device may idle: those that are not needed generate, too
+    use_all_devices: bool = False  # no device may idle: superfluous ones generate, too
     one_bucket_per_shape: bool = False  # set where an engine's shape alone determines its bucket
     most_buckets: int | None = None  # None: the number of classes
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
@@ -276,7 +297,7 @@ class Problem:
                 f"there are {len(self.peaks)} classes; expected, recall and every engine option must list them all"
             )
         if not all(0 <= part <= 1 for row in recall for part in row):
-            raise ValueError("recall holds fractions of 0 to 1")
+            raise ValueError("recall has a share outside 0 to 1; give fractions")
         if not set(self.recall_known) <= set(self.recall_possible):
             raise ValueError("recall_possible must list every router of recall_known: what is known is also possible")
 
@@ -295,8 +316,8 @@ class Problem:
         for engine in self.engines:
             if engine.pool in serving and engine.holds >= self.longest_context:
                 raise ValueError(
-                    f"{engine.name} is lent and holds the longest context of {self.longest_context} tokens; engines of"
-                    " one's own must serve that: let it hold less"
+                    f"{engine.name} is lent and holds the longest context of {self.longest_context} tokens; only own"
+                    " engines may serve that: lower its holds"
                 )
 
     def _require_distinct_options(self) -> None:

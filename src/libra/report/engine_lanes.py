@@ -31,7 +31,7 @@ def engine_lanes(outcome: SimulatedRun) -> Figure:
     for up_to, name in chosen:
         spans = _merged(by_engine[up_to, name])
         lanes.append(Lane(name, [_span(it, colours[up_to], scale) for it in spans]))
-    note = "A lane an engine, in the colour of its bucket. Pale: less of the step had work."
+    note = "Each lane is an engine, in the colour of its bucket. Paler: it had work for less of the step."
     if every > 1:
         note += f" {len(chosen)} of {len(by_engine)} engines are shown."
     legend = (

@@ -120,7 +120,7 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
     plan, synchronous = explanation.plan, explanation.synchronous
     limit = _TALLEST * plan.predicted.step
     scale, unit = time_unit(limit)
-    generation = "generation on the other devices" + ("" if synchronous else ", and what follows it")
+    generation = "generation on the other devices" + ("" if synchronous else ", with what follows it")
     curves = {
         ("training", ROLES[Role.TRAIN]): [(split.devices, split.training) for split in splits],
         (generation, _GENERATION): [(split.devices, split.generation) for split in splits],
@@ -133,8 +133,8 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
         label = f"this plan: {plan.training_devices:,} train"
         markers.append(Marker(plan.training_devices, label, f"a step of {duration(plan.predicted.step)}", _PLAN))
     note = "" if synchronous else _sides(splits)
-    note += " Generation is the engines' work or the longest trajectory, whichever bounds it" + (
-        ", without what follows it." if synchronous else ", and training and publication as far as they follow it."
+    note += " Generation: the engines' work or the longest trajectory, whichever is longer" + (
+        "." if synchronous else ", with the training and publication that follow it."
     )
     if any(y > limit for points in curves.values() for _, y in points):
         note += f" Above {duration(limit)} nothing is drawn."
@@ -181,8 +181,8 @@ def bucket_figure(explanation: Explanation, classes: Sequence[tuple[int, float]]
     shortest = min([bucket.up_to for bucket in buckets] + [peak for peak, _ in classes])
     low = max(1.0, shortest / 2)
     lanes = [Lane("", [_span(bucket, low)]) for bucket in buckets]
-    note = "Above: how trajectories distribute over length. " if classes else ""
-    note += "A lane each: the lengths that a bucket serves, and its engines."
+    note = "Above: the distribution of trajectories over length. " if classes else ""
+    note += "Each lane is a bucket: the lengths that it serves, and its engines."
     starts = [low, *(float(peak) for peak, _ in classes[:-1])]
     density = [
         Density(max(low, start), peak, share, f"up to {peak:,} tokens: {percent(share)}")

@@ -75,9 +75,9 @@ def front_figure(found: Comparison) -> Figure:
         rule = {"x": late[0], "color": "var(--alarm)", "description": f"deadline, {days(job.deadline)}"}
         layers.insert(0, layer("rule", [rule], x, strokeDash=[2, 2]))
     chart = draw(alt.layer(*layers), y.label, FULL, _HEIGHT)
-    note = "Left and down is better. The line joins clusters that no other beats in both."
+    note = "Left and down is better. The line joins the clusters that no other beats in both cost and time."
     return Figure(
-        "What each cluster takes", note, chart, (("on the front", _ON_FRONT), ("another is better", _OTHER)), wide=True
+        "What each cluster takes", note, chart, (("on the front", _ON_FRONT), ("dominated", _OTHER)), wide=True
     )
 
 

@@ -13,7 +13,7 @@ from libra.report.words import MISSING, cell, count, days, dollars, duration, pl
 
 COLUMNS = ("cluster", "a step", "all steps", "cost", "train + generate", "")
 CAPTION = (
-    "~: predicted, not simulated; bettered: another is cheaper and no slower. Every step is assumed to take as long"
+    "~: predicted, not simulated; dominated: another is cheaper and no slower. Every step is assumed to take as long"
     " as the plan's."
 )
 UNPRICED = "Not every cluster has a cost: GPU-hours are compared. Give --cost."
@@ -83,7 +83,7 @@ def _row(offer: OfferedCluster, found: Comparison) -> tuple[str, ...]:
             ("cheapest", offer is found.cheapest),
             ("fastest", offer is found.fastest),
             ("late", offer not in found.in_time),
-            ("bettered", offer not in found.front),
+            ("dominated", offer not in found.front),
         )
         if true
     ]

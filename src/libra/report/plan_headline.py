@@ -84,8 +84,9 @@ def finalists_table(plan: Plan) -> Table:
     if plan.simulated is not None:
         table.caption = (
             f"simulated: whole runs under {plan.simulated.router} on the same draws (seed {plan.simulated.seed}), the"
-            " first steps left out; slower: over the steps that both ran, with its 95 % interval. The fastest by"
-            " predicted and simulated step, weighed by their errors, is chosen, and of those within 1 % the simplest"
+            " first steps left out; slower: over the steps that both ran, with its 95 % interval. Plans are ranked by"
+            " predicted and simulated step, weighed by their errors; of those within 1 % of the fastest, the simplest"
+            " is chosen"
         )
     return table
 
@@ -142,10 +143,10 @@ def _step(plan: Plan) -> str:
 def _cut_short(plan: Plan) -> tuple[str, ...]:
     if plan.cut_short is None:
         return ()
-    *steps, last = (str(0 if it.simulated is None else it.simulated.steps) for it in plan.finalists)
+    steps = ", ".join(str(0 if it.simulated is None else it.simulated.steps) for it in plan.finalists)
     return (
-        f"The comparison with others was cut short at {duration(plan.cut_short)}, before it was decided: the finalists"
-        f" ran {', '.join(steps)} and {last} steps. --simulate-for inf lets it end.",
+        f"The comparison with others was cut short at {duration(plan.cut_short)}, before it was decided (steps of the"
+        f" finalists: {steps}). With --simulate-for inf it continues until it is decided.",
     )
 
 
@@ -166,8 +167,8 @@ def little_evidence(plan: Plan) -> tuple[str, ...]:
     if len(known) < len(request.classes) or sum(known) >= request.trajectories:
         return ()
     return (
-        f"The lengths are known from {round(sum(known)):,} trajectories, fewer than the {request.trajectories:,} of a"
-        " step. Nothing longer than the longest of them is expected or simulated; give a longer log for a safer step.",
+        f"The lengths come from {round(sum(known)):,} trajectories, fewer than the {request.trajectories:,} of a step."
+        " None longer than the longest of them is expected or simulated; a longer log makes the prediction safer.",
     )
 
 
@@ -198,7 +199,9 @@ def _training(plan: Plan) -> tuple[str, ...]:
     fp8 = request.recipe.dtype == "fp8"
     published = None if fp8 else published_mfu(nodes.gpu)
     beside = (
-        "" if published is None else f"; published runs of dense models, which need none, reach {percent(published)}"
+        ""
+        if published is None
+        else f"; published runs of dense models, without log-probabilities, reach {percent(published)}"
     )
     return (
         f"A training step takes {duration(step.total)}, at {percent(step.mfu)} of the data sheet's FLOP/s"
@@ -213,7 +216,7 @@ def _memory(plan: Plan) -> tuple[str, ...]:
         for it in device_memory(plan)
     ]
     states = host_bytes(plan)
-    host = (f" Of a trainer's host: {states / 1e9:.0f} GB of optimiser state, if that is there.",) if states else ()
+    host = (f" A trainer's host needs {states / 1e9:.0f} GB for optimiser state.",) if states else ()
     return (f"Memory of a GPU: {'; '.join(words)}.{''.join(host)}",) if words else ()
 
 
@@ -221,7 +224,7 @@ def _several_nodes(plan: Plan) -> tuple[str, ...]:
     """A sentence for each size of engines that no node holds."""
     sizes = {it.name: len(it.nodes) for it in plan.placement if it.role != "train" and len(it.nodes) > 1}
     return tuple(
-        f"An engine of {printable(name)} is on {count} nodes: its all-reduces cross the network, for which no run was"
+        f"An engine of {printable(name)} is on {count} nodes: its all-reduces cross the network. Such runs were not"
         " measured."
         for name, count in sizes.items()
     )

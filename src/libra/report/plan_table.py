@@ -55,7 +55,7 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
         )
     if evidence.cut_tool_calls:
         calls, longest = plural(evidence.cut_tool_calls, "tool call"), duration(evidence.longest_tool_call)
-        notes.append(f"{calls} of more than {longest} counted as so long")
+        notes.append(f"{calls} of more than {longest} counted as {longest}")
     elif evidence.longest_tool_call > _PAUSE and bound.parts[0][0] == "latency":
         notes.append(
             f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the longest"
@@ -113,7 +113,7 @@ def _step(plan: Plan, bound: Bound) -> Table:
     """The parts that the step adds up to, the largest first."""
     step, several = plan.predicted.step, len(bound.parts) > 1
     table = Table(
-        Column("what it goes to", footer="the step"),
+        Column("spent on", footer="the step"),
         number("seconds", footer=f"{step:,.2f}"),
         number("share"),
         "",

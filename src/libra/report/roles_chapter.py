@@ -1,5 +1,5 @@
-"""Prefill and decode apart, as a chapter of a simulation's page: stages of requests, links, blocks kept for pulls, and
-the parts of TTFT."""
+"""The chapter of a simulation's page on separate prefill and decode: stages of requests, links, blocks kept for
+transfers, and the parts of TTFT."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def roles_chapter(view: SimulationView) -> Chapter | None:
         return None
     push = transfers.network.push
     tables = (_bounds_table(roles, push), *([_parts_table(roles, push)] if roles.metrics.ttft else ()))
-    return Chapter("Prefill and decode apart", _figures(view, transfers), tables)
+    return Chapter("Separate prefill and decode", _figures(view, transfers), tables)
 
 
 def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
     time = time_axis(view)
     if time is None or not len(transfers):
-        return (Figure("Over time", "No prompt was handed over."),)
+        return (Figure("Over time", "No prompt was transferred."),)
     sends, receives = link_use(transfers, time.edges)
     names = [engine.name for engine in view.result.engines]
     kept = kept_blocks(transfers, view.result.end)
@@ -72,8 +72,8 @@ def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
             [names[index] for index in prefill],
             100 * np.array([kept.over(time.edges, index) for index in prefill]) / blocks,
             "prefill engines",
-            " From a prompt's end until its KV was transferred, or no longer needed; blocks that prompts share count"
-            " twice.",
+            " Blocks are kept from the end of a prompt until its KV is transferred or not needed; blocks that prompts"
+            " share count twice.",
         ),
     )
 
@@ -96,7 +96,7 @@ def _stages_figure(result: SimulationResult, transfers: Transfers, time: TimeAxi
         Series(name, _COLOURS[name], time.points(mean_present(since[came], until[came], time.edges)))
         for name, since, until in zip(_PUSHED if pushed else _PULLED, edges[:-1], edges[1:], strict=True)
     ]
-    note = "Requests in each stage, one above the other. Decode includes waiting there for the first iteration."
+    note = "Requests in each stage, stacked. Decode includes the wait for its first iteration."
     return column_figure("Where requests are", note, parts, time.axis, Axis("requests"), time.markers, wide=True)
 
 
@@ -128,7 +128,7 @@ def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis)
     handed = finished_transfers(result.requests, transfers)
     title = "TTFT of requests by their arrival"
     if not len(handed):
-        return Figure(title, "No request that was handed over finished.")
+        return Figure(title, "No transferred request finished.")
     edges = np.linspace(result.start, result.start + result.makespan, _ARRIVALS + 1)
     of = np.clip(np.searchsorted(edges, result.requests.arrival[transfers.row[handed]], "right") - 1, 0, _ARRIVALS - 1)
     counts = np.maximum(np.bincount(of, minlength=_ARRIVALS), 1)
@@ -143,7 +143,7 @@ def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis)
         Series(name, _COLOURS[name], list(zip(places, (values / scale).tolist(), strict=True)))
         for name, values in parts.items()
     ]
-    note = "Means over the requests of each stretch of time that were handed over and finished."
+    note = "Means over the finished requests that were transferred, by interval of their arrival."
     return column_figure(title, note, series, time.axis, Axis(f"TTFT ({unit})"), time.markers)
 
 
@@ -153,7 +153,7 @@ def _bounds_table(roles: RolesView, push: bool) -> CardTable:
     engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
     pulls = f"{plural(found.begun, 'push', 'pushes') if push else plural(found.begun, 'pull')}, {size(found.bytes)}"
     if found.broken:
-        pulls += f"; {count(found.broken)} broken off"
+        pulls += f"; {count(found.broken)} aborted"
     if roles.waited_seats is not None:
         engines["decode"] += f"; {percent(roles.waited_seats, 0)} of the wait while batches were full"
     lines: tuple[tuple[Bottleneck | None, Bar, str], ...] = (
@@ -178,7 +178,7 @@ def _bounds_table(roles: RolesView, push: bool) -> CardTable:
         )
         for name, used, detail in lines
     ]
-    return CardTable("What bounds it", roles.why, ("What", "Used, mean", "Requests wait, mean", "Of it"), rows)
+    return CardTable("Bottleneck", roles.why, ("Part", "Mean use", "Mean wait", "Details"), rows)
 
 
 def _named(roles: RolesView, name: Bottleneck, bound: Bottleneck) -> str:
@@ -192,17 +192,18 @@ def _parts_table(roles: RolesView, push: bool) -> CardTable:
     whole = sum(part.mean for part in parts.values()) or 1.0
     alone = roles.metrics.transfer_alone
     note = (
-        f"Of {count(next(iter(parts.values())).count)} requests that were handed over and finished."
-        f" To {'push' if push else 'pull'} takes a free seat and blocks on the decode engine."
+        f"Of the {count(next(iter(parts.values())).count)} finished requests that were transferred."
+        f" A {'push' if push else 'pull'} needs room in the batch and free blocks on the decode engine."
     )
     if push:
         note += (
-            " They are reserved before the prompt is computed; the first decode is the wait until its engine sees it."
+            " Both are reserved before the prompt is computed; the first decode is the wait until its engine sees the"
+            " KV."
         )
     else:
-        note += " The first decode is the iteration that gives the first token, with the wait for it."
+        note += " The first decode is the iteration that gives the first token, and the wait for it."
     if alone is not None:
-        note += f" Alone on its links, a transfer takes {fine_duration(alone.mean)} in the mean."
+        note += f" Alone on its links, a transfer takes {fine_duration(alone.mean)} on average."
     rows: list[tuple[str | Bar, ...]] = [
         (
             name,

@@ -118,7 +118,7 @@ def _bottleneck(
     transfers: str,
 ) -> tuple[Bottleneck, str]:
     if not waits or metrics.latency is None:
-        return "unknown", "No request that was handed over finished, so its bottleneck is not known."
+        return "unknown", "No transferred request finished, so the bottleneck is not known."
     works = (
         f"on average a prefill engine works {percent(busy['prefill'], 0)} of the time,"
         f" a decode engine {percent(busy['decode'], 0)}"
@@ -128,19 +128,19 @@ def _bottleneck(
         most = max(waits, key=lambda name: waits[name])
         what = f"for {_of(waits[most], whole)}, and {works}."
         if most == "link":
-            return most, f"Links bound it: requests wait for {transfers} {what}"
+            return most, f"The links are the bottleneck: requests wait for {transfers} {what}"
         if most == "decode" and seats is not None and seats < MOST:
-            return "decode blocks", f"KV blocks of decode engines bound it: {transfers} wait {what}"
-        return most, f"{NAMES[most].capitalize()} bound it: requests wait for them {what}"
+            return "decode blocks", f"KV blocks of decode engines are the bottleneck: {transfers} wait {what}"
+        return most, f"The {NAMES[most]} are the bottleneck: requests wait for them {what}"
     if max(busy.values()) < IDLE:
-        return "requests", f"A lack of requests bounds it: {works}, and requests hardly wait ({_of(waited, whole)})."
+        return "requests", f"Too few requests: {works}, and requests hardly wait ({_of(waited, whole)})."
     takes: dict[Bottleneck, float] = {
         "prefill": found.ttft["prefill"].mean,
         "link": found.ttft["KV transfer"].mean,
         "decode": whole - sum(part.mean for part in found.ttft.values()),
     }
     most = max(takes, key=lambda name: takes[name])
-    return most, f"{NAMES[most].capitalize()} bound it: requests spend {_of(takes[most], whole)} there, and {works}."
+    return most, f"The {NAMES[most]} are the bottleneck: requests spend {_of(takes[most], whole)} there, and {works}."
 
 
 def _of(part: float, whole: float) -> str:

@@ -153,7 +153,7 @@ def _predictions(log: RunLog) -> Figure:
     if not log.periods:
         why = "No planning period was completed, so no prediction can be compared with a measurement."
         return Figure(title, why, wide=True)
-    note = "Above each pair where there is room, or under the pointer: error of the prediction in %."
+    note = "Above each pair, if there is room, and under the pointer: the error of the prediction in %."
     if any(period.switching for period in log.periods):
         note += " Pale: a worker changed role in that period, which no prediction covers."
     sides, y = (("predicted", _PREDICTED), ("measured", _MEASURED)), Axis("seconds of one step")
@@ -185,7 +185,7 @@ def _devices(log: RunLog) -> Figure:
     everybody = total(workers.values())
     lanes = [Lane(name, _shares(name, causes)) for name, causes in (("all devices", everybody), *workers.items())]
     waits = (f"{cause.words.capitalize()}: {cause.meaning}." for cause in everybody if cause in WAITED_FOR)
-    note = " ".join(("Full colours make tokens or gradients, or are needed for it; pale ones wait.", *waits))
+    note = " ".join(("Full colours: making tokens or gradients, and its overhead. Pale colours: waiting.", *waits))
     legend = tuple((cause.words, CAUSES[cause]) for cause in everybody)
     return lane_figure(title, note, lanes, Axis("% of the time in which steps were made", (0.0, 100.0)), legend)
 
@@ -206,7 +206,7 @@ def _devices_over_time(log: RunLog) -> Figure:
 
 
 def _roles(log: RunLog) -> Figure:
-    title = "Who did what"
+    title = "Roles of the workers"
     scale, axis = _time_axis(log)
     workers = sorted({worker for step in log.steps for worker in step.roles})
     if not workers:
@@ -261,7 +261,7 @@ def _marker_note(log: RunLog) -> str:
     if not log.taken:
         return "The allocation never changed."
     names = "D1" if len(log.taken) == 1 else f"D1 … D{len(log.taken)}"
-    return f"{names}: the allocation changed, see below."
+    return f"{names}: changes of the allocation, see below."
 
 
 def _loss(event: EventRecord) -> str:

@@ -61,9 +61,11 @@ def notices(log: RunLog) -> tuple[str, ...]:
     said = []
     last = f"until step {log.steps[-1].step}" if log.steps else "before its first step ended"
     if log.summary is None:
-        said.append(f"Interrupted, or still running: the run has written no summary. Shown is what it recorded {last}.")
+        said.append(
+            f"Interrupted, or still running: the run has written no summary. The page shows its records {last}."
+        )
     elif not log.summary.finished:
-        said.append(f"The run ended early: not all of its steps were made. Shown is what it recorded {last}.")
+        said.append(f"The run ended early: not all of its steps were made. The page shows its records {last}.")
     said += _losses(log)
     said += [f"The last line of {name} was cut off and is left out." for name in log.cut_off]
     return tuple(said)
@@ -77,7 +79,7 @@ def _losses(log: RunLog) -> Iterator[str]:
         yield f"{event.worker or 'A worker'} was lost after {duration(event.time)}: {event.text}"
     elif log.losses:
         who = f"{plural(len(told), 'worker')} {'was' if len(told) == 1 else 'were'} lost"
-        yield f"{who}, {count(len(log.losses))} times in all: when and why is in “{LOSSES}” below."
+        yield f"{who}, {count(len(log.losses))} times in all: “{LOSSES}” below says when and why."
     silent = sorted(set(log.summary.lost_workers if log.summary else ()) - told)
     if silent:
         yield f"{', '.join(silent)} {'was' if len(silent) == 1 else 'were'} lost; when and why was not recorded."
@@ -94,8 +96,9 @@ def why_nothing_was_decided(log: RunLog) -> str:
     reasons = Counter(decision.reason for decision in log.decisions)
     most, times = reasons.most_common(1)[0]
     return (
-        f"No decision was taken because no other allocation was worth its switch: {plural(len(log.decisions), 'plan')} "
-        f"looked at, none carried out. Most often ({times} of {len(log.decisions)}): {most}"
+        "No decision was taken because no other allocation was worth its switch:"
+        f" {plural(len(log.decisions), 'plan was', 'plans were')} considered."
+        f" Most frequent reason ({times} of {len(log.decisions)}): {most}"
     )
 
 
@@ -209,7 +212,7 @@ def _decided(log: RunLog) -> str:
         return f"{changed}; the gain is not known."
     which = ", which" if judged == len(log.taken) else f"; the {judged} that could be judged"
     verb = "saved" if net >= 0 else "cost"
-    return f"{changed}{which} {verb} an estimated {duration(abs(net))}{error}, switching paid."
+    return f"{changed}{which} {verb} an estimated {duration(abs(net))}{error}, net of the switch."
 
 
 def _accuracy_tile(log: RunLog) -> Tile:

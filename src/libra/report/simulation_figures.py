@@ -22,12 +22,12 @@ from libra.sim.outcome.over_time import mean_present_by
 Rows = NDArray[np.float64]  # [engine, bin]
 
 COLOURS = ("var(--blue)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_MOST_LINES = len(COLOURS)  # engines with a line each; more are told by their mean and extremes
+_MOST_LINES = len(COLOURS)  # engines with a line each; of more, mean and extremes are drawn
 _MOST_MARKERS = 12
 _NEUTRAL = "#8a949e"
 _LONG = 2.5  # times P99: a longer maximum would flatten the curve
 
-_SHARES = Axis("share that takes no longer (%)", (0.0, 100.0))
+_SHARES = Axis("share within this time (%)", (0.0, 100.0))
 
 
 def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
@@ -70,12 +70,12 @@ class TimeAxis:
 
     def lines(self, title: str, label: str, names: Sequence[str], values: Rows, of: str, more: str = "") -> Figure:
         """A figure with a line for each of `names`, or with the extremes and the mean if there are many."""
-        stretches = f"means over {count(len(self.middles))} stretches of equal length."
+        intervals = f"means over {count(len(self.middles))} equal intervals."
         if len(names) <= _MOST_LINES:
-            lines, note = dict(zip(names, values, strict=True)), stretches.capitalize()
+            lines, note = dict(zip(names, values, strict=True)), intervals.capitalize()
         else:
             lines = {"largest": values.max(axis=0), "mean": values.mean(axis=0), "smallest": values.min(axis=0)}
-            note = f"Over {count(len(names))} {of}, of each its {stretches}"
+            note = f"Largest, mean and smallest of {count(len(names))} {of}; {intervals}"
         note += more + (" Dashed: engines stopped for new weights." if self.markers else "")
         series = [
             Series(name, colour, self.points(line))
@@ -191,10 +191,10 @@ def _flow_figure(view: SimulationView, time: TimeAxis) -> Figure:
     ):
         so_far = np.searchsorted(ticks, time.edges[1:], "right")
         series.append(Series(name, colour, list(zip(time.since[1:].tolist(), so_far.tolist(), strict=True))))
-    note = "Between the two lines: requests that queue, run, or will not finish."
+    note = "Between the lines: requests that queue, run, or never finish."
     if view.tail is not None and not view.result.partial:
         last = fine_duration(view.tail * view.metrics.makespan)
-        note += f" The last tenth of those that finish takes {last}."
+        note += f" The last tenth of the finished ones takes {last}."
     return line_figure("Arrived and finished", note, series, time.axis, Axis("requests so far"))
 
 

@@ -138,7 +138,9 @@ def _engines(view: SimulationView, width: int) -> Table:
             break
         del columns[_header(key)]
         spared.append(DEFINITIONS[key].name)
-    table = Table(title="Engines" if not left_out else f"The {len(shown)} busiest engines; {left_out:,} more are there")
+    table = Table(
+        title="Engines" if not left_out else f"The {len(shown)} busiest engines; {left_out:,} others are not shown"
+    )
     for header in columns:
         table.add_column(header, justify="left" if header == "engine" else "right", no_wrap=True, overflow="fold")
     for row in zip(*columns.values(), strict=True):

@@ -120,8 +120,8 @@ def notices(view: SimulationView) -> tuple[str, ...]:
     if result.partial:
         said.append(
             f"Stopped by the time limit at {fine_duration(seconds(result.end))}:"
-            f" {plural(metrics.unfinished, 'request is', 'requests are')} not finished. Latencies are of those that"
-            " finished by then, which tend to be the shorter ones."
+            f" {plural(metrics.unfinished, 'request is', 'requests are')} not finished. Latencies cover only"
+            " finished requests, which tend to be the shorter ones."
         )
     said += [
         f"{plural(ending.count, 'request was', 'requests were')} refused: {ending.reason}."
@@ -180,16 +180,16 @@ def _bound(view: SimulationView) -> str:
     works = f"the engines work {share} on average" if len(view.engines) > 1 else f"the engine works {share}"
     paused = metrics.paused_share or 0.0
     if paused >= PAUSED and paused >= busy:
-        return f"New weights bound it: engines pause for {percent(paused, 0)} of the time, and {works}."
+        return f"New weights are the bottleneck: engines pause for {percent(paused, 0)} of the time, and {works}."
     queueing = view.phases[0]
     longest = max(view.phases, key=lambda phase: phase.seconds)
     if queueing.share >= LONG_QUEUE:
         mean = fine_duration(sum(phase.seconds for phase in view.phases))
         took = f"it takes {percent(queueing.share, 0)} of a request's mean {mean}{_full(view.waiting)}"
-        return f"Queueing bounds it: {took}, and {works}."
+        return f"Queueing is the bottleneck: {took}, and {works}."
     if busy < IDLE:
-        return f"A lack of requests bounds it: {works}, and requests hardly queue ({_of_time(queueing)})."
-    return f"{longest.name[0].upper()}{longest.name[1:]} bounds it: {_of_time(longest)}, and {works}."
+        return f"Too few requests: {works}, and requests hardly queue ({_of_time(queueing)})."
+    return f"{longest.name[0].upper()}{longest.name[1:]} is the bottleneck: {_of_time(longest)}, and {works}."
 
 
 def _of_time(phase: LatencyPart) -> str:

@@ -45,7 +45,7 @@ def training_run_page(outcome: SimulatedRun, planned: float, title: str) -> str:
 def _headline(outcome: SimulatedRun, planned: float) -> str:
     return (
         f"{plural(len(outcome.steps), 'step')} in {duration(outcome.seconds)}: {duration(outcome.step_seconds)} a step,"
-        f" {signed_percent(outcome.step_seconds / planned - 1, 1)} of what was planned. The trainer computes"
+        f" {signed_percent(outcome.step_seconds / planned - 1, 1)} against the plan. The trainer computes"
         f" {percent(outcome.trainer_share, 0)} of the time."
     )
 
@@ -53,9 +53,9 @@ def _headline(outcome: SimulatedRun, planned: float) -> str:
 def _tiles(outcome: SimulatedRun, planned: float) -> tuple[Tile, ...]:
     return (
         Tile("Step", duration(outcome.step_seconds), f"planned {duration(planned)}"),
-        Tile("Generated", f"{count(outcome.throughput)} tokens/s", "that were trained on"),
-        Tile("Engines of one's own", f"{percent(outcome.engine_share, 0)} busy", "of the time in service"),
-        Tile("Turns moved", count(outcome.migrations), f"of {count(outcome.placements)} that were placed"),
+        Tile("Generated", f"{count(outcome.throughput)} tokens/s", "of those trained on"),
+        Tile("Own engines", f"{percent(outcome.engine_share, 0)} busy", "of the time in service"),
+        Tile("Turns moved", count(outcome.migrations), f"of {count(outcome.placements)} placed"),
     )
 
 

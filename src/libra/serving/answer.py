@@ -110,7 +110,7 @@ class SizingAnswer:
     def claim(self) -> str:
         """Comparison of the best point with the rest of the menu, and its certainty."""
         if self.points and not self.told:
-            return "the requests are too few to tell a rate"
+            return "the requests are too few to determine a rate"
         given = self.question.rate is not None
         better = "cheaper" if given and self.question.prices else "with fewer GPUs" if given else "better"
         if not self.points:

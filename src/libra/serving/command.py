@@ -136,7 +136,7 @@ def search(
         _print(found, files)
     tell_notes(notes, err=as_json)
     if found.points and not found.told:
-        infeasible(ValueError(found.caution()), "no rate can be told")
+        infeasible(ValueError(found.caution()), "no rate can be given")
     if not found.points:
         infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
 

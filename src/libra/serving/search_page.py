@@ -60,7 +60,11 @@ def _tiles(answer: SizingAnswer) -> Iterator[Tile]:
     for objective in answer.question.objectives:
         reached = fine_duration(answer.points[0].trial.latency[objective.name]) if answer.told else "-"
         yield Tile(objective.name, reached, f"limit {fine_duration(objective.limit)}", alarming=not answer.told)
-    yield Tile("Out by bound", percent(answer.out_by_bound / answer.candidates), f"of {answer.candidates:,} candidates")
+    yield Tile(
+        "Ruled out by the bound",
+        percent(answer.out_by_bound / answer.candidates),
+        f"of {answer.candidates:,} candidates",
+    )
     yield Tile("Simulated", count(answer.runs), f"runs of {plural(len(answer.question.requests), 'request')}")
     yield Tile("On the Pareto set", count(len(answer.points)), f"{count(len(answer.rejected))} rejected")
     yield Tile("Proof", "bound" if answer.proven else "none", answer.claim())
@@ -95,7 +99,7 @@ def pareto_figure(answer: SizingAnswer, metric: str) -> Figure:
     dots = layer("circle", rows, x, y, size=90, opacity=0.85)
     named = {(it["x"], it["y"]): {**it, "text": it["label"], "color": "var(--soft)"} for it in rows}
     names = layer("text", list(named.values()), x, y, dy=-10, fontSize=11, aria=False)
-    note = "The line has those that are best by these two; the others are better in the other latency."
+    note = "The line joins the best points in these two quantities; the others are better in the other latency."
     legend = tuple((name, colour) for name, colour in _COLOURS.items() if any(it["color"] == colour for it in rows))
     chart = draw(alt.layer(line, dots, names), y.label, HALF, _HEIGHT)
     return Figure(f"Goodput against {objective.name}", note, chart, legend)

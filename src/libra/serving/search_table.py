@@ -19,9 +19,9 @@ from libra.serving.verdict import statistic
 
 MOST_POINTS = 12  # in a terminal: the page has all
 _BY = {
-    "bound": "out by bound",
+    "bound": "ruled out by the bound",
     "simulation": "miss an objective in simulation",
-    "dominated": "serve, but another is better",
+    "dominated": "dominated by another",
 }
 
 
@@ -30,7 +30,7 @@ def headline(answer: SizingAnswer) -> str:
     if not answer.points:
         return f"No deployment serves within the objectives: {answer.claim()}."
     if not answer.told:
-        return f"No rate can be told: {answer.caution()}."
+        return f"No rate can be given: {answer.caution()}."
     best = answer.points[0]
     one = sum(pool.count for pool in best.candidate.pools) == 1
     return (
@@ -65,7 +65,7 @@ def _parallelism(shape: EngineSetup) -> str:
 def counts(answer: SizingAnswer) -> str:
     share = percent(answer.out_by_bound / answer.candidates)
     return (
-        f"{plural(answer.candidates, 'candidate')}: {answer.out_by_bound:,} out by bound ({share}),"
+        f"{plural(answer.candidates, 'candidate')}: {answer.out_by_bound:,} ruled out by the bound ({share}),"
         f" {plural(answer.runs, 'simulation')} of {len(answer.question.requests):,} requests;"
         f" {plural(len(answer.points), 'point')} on the Pareto set"
     )

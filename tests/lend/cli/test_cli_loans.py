@@ -64,11 +64,11 @@ def test_an_explanation_says_what_the_loan_is_worth(planned: tuple[Path, Result]
     result = libra("explain", path, "--html", tmp_path / "p.html")
     assert result.exit_code == 0, result.stderr
     told = " ".join(result.stdout.split())
-    assert "chat lends" in told and "shorter; with training as it would be without, the loan would save" in told
+    assert "chat lends" in told and "shorter; with training as in the best plan without it, the loan would save" in told
     assert "one more node of chat, as busy as the others" in told and "no loan" in told
     page = (tmp_path / "p.html").read_text()
     assert "6 x 8 A800 + 2 x 8 H100 that serve" in page
-    assert "What is borrowed" in page and "chat lends" in page
+    assert "Borrowed engines" in page and "chat lends" in page
 
 
 def test_without_the_pool_the_step_is_what_the_explanation_says(planned: tuple[Path, Result]) -> None:
@@ -180,7 +180,7 @@ def test_a_loan_that_may_be_recalled_is_told_with_its_average(tmp_path: Path) ->
     found, path, _ = replanned(tmp_path, rates(30, 32, 34, 36, 37, 38, 39, 40, 41, 80))
     assert found.loans and all(loan.away == pytest.approx(0.1) for loan in found.loans)
     explained = " ".join(libra("explain", path).stdout.split())
-    assert "In 10.0 % of cases traffic takes it all away" in explained
+    assert "In 10.0 % of cases traffic takes the whole loan away" in explained
     (view,) = json.loads(libra("explain", path, "--json").stdout)["lenders"]
     assert view["average"] == pytest.approx(0.9 * view["step"] + 0.1 * view["recalled"])
     assert view["average"] < view["without"] < view["recalled"]

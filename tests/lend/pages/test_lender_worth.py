@@ -15,19 +15,19 @@ MORE = Relief("one more node of chat", "devices", "chat", 95.0, 5.0, 0.05, True)
 
 
 def test_a_page_says_what_a_loan_is_worth() -> None:
-    assert "What is borrowed" not in explain_page(EXPLANATION, "own", CLASSES)
+    assert "Borrowed engines" not in explain_page(EXPLANATION, "own", CLASSES)
     lent = replace(EXPLANATION, lenders=(CHAT,), reliefs=(*EXPLANATION.reliefs, MORE))
     said = Page(explain_page(lent, "lent")).text
     for words in (
         "a step of 1 min 40 s instead of 2 min 05 s, 20.0 % shorter",
         "the loan would save 5.00 s. In 10.0 % of cases",
-        "One more node of it would save 5.00 s a step (5.0 %).",
-        "chat with the loan of 4 engines: the plan 1 min 40 s -",
-        "chat on average, as traffic may take it away 1 min 44 s +4.0 %",
-        "chat the same plan, while nothing of it is lent 2 min 20 s +40.0 %",
-        "chat with it, training as would be best without it 2 min 00 s +20.0 %",
-        "chat the best plan without it 2 min 05 s +25.0 %",
-        "chat were there one more node of it 1 min 35 s -5.0 %",
+        "One more node of chat would save 5.00 s a step (5.0 %).",
+        "chat the plan, with a loan of 4 engines 1 min 40 s -",
+        "chat the plan on average, as traffic may take the loan away 1 min 44 s +4.0 %",
+        "chat the plan while nothing is lent 2 min 20 s +40.0 %",
+        "chat the loan, with training as in the best plan without it 2 min 00 s +20.0 %",
+        "chat the best plan without the loan 2 min 05 s +25.0 %",
+        "chat with one more node of the pool 1 min 35 s -5.0 %",
     ):
         assert words in said, words
 
@@ -36,6 +36,6 @@ def test_a_page_says_why_nothing_is_borrowed_and_what_binds() -> None:
     none = replace(CHAT, engines=0, why_not="no step would be shorter: it is rollout-bound")
     said = Page(explain_page(replace(EXPLANATION, lenders=(none,)), "lent")).text
     assert (
-        "chat lends nothing: no step would be shorter: it is rollout-bound. One more node of it would save nothing:"
-        " what bounds the step is generation."
+        "chat lends nothing: no step would be shorter: it is rollout-bound. One more node of chat would save nothing:"
+        " the step is bound by generation."
     ) in said

@@ -40,10 +40,10 @@ def test_the_page_says_what_lending_gave_and_cost(source: str) -> None:
         # from the first step that is recorded, at 1 s, to the last, which ends at 4.01 s: 40 of 3010 ms
         "lent-0 1.3 % 0.7 % never 4 2",
         "lent-1 16.6 % 0.0 % 1 time, 2.50 s 1 0",
-        "Device Granted and used Overstayed Refused: a token is due Refused: recalled",
+        "Device Granted and used Held too long Refused: a token is due Refused: recalled",
         "lent-0 2 1 1 1",
-        "2 requests of 5 missed their SLO; 1 not by lending: nothing was lent from when serving was last idle; 1"
-        " perhaps by lending: the same traffic was not served alone.",
+        "2 requests of 5 missed their SLO; 1 not because of lending: nothing had been lent since serving was last idle;"
+        " 1 perhaps because of lending: the traffic was not also served alone.",
         "1.90 s lent-0 1: 20 + 11 tokens 600 ms (missed) 10 ms not known",
         "5.00 s lent-0 2: 20 + 11 tokens 700 ms (missed) 10 ms no",
         "6.00 s lent-1 2.50 s 4 requests/s, lent up to 2",
@@ -59,10 +59,10 @@ def test_figures_have_the_numbers_of_the_records(source: str) -> None:
     assert not any("recalled from" in said for said in titles(devices))  # after the last step that is recorded
     assert [said for said in titles(devices) if "missed" in said] == ["request 1 missed its SLO: first token"]
     early = figure(source, "How early tokens came")
-    assert "of 2 serving steps the token that was due first. 1 came after it." in Page(early).text
-    assert [said.split(" (")[0] for said in titles(early) if said.startswith("the closest")] == [
-        "the closest of all: 50",
-        "the closest of all: -10",
+    assert "At each of 2 serving steps: time left before the earliest due token. 1 was late." in Page(early).text
+    assert [said.split(" (")[0] for said in titles(early) if said.startswith("minimum")] == [
+        "minimum: 50",
+        "minimum: -10",
     ]
     waited = figure(source, "Latencies of users' requests")
     assert {said.split(" (time")[0] for said in titles(waited) if said.startswith("first")} == {
@@ -99,9 +99,9 @@ def test_what_agents_lend_is_shown_as_far_as_the_run_knows_it(tmp_path: Path) ->
     run = write_run(tmp_path / "run", 3)
     write_lines(run.directory / "metrics.jsonl", [replace(step, loans=LOANS) for step in run.steps])
     page = render_report(run.directory)
-    assert "2 engines; the agents have the records of their devices." in Page(page).text
+    assert "2 engines; their agents keep the records of the devices." in Page(page).text
     had = titles(figure(page, "Rollout's share of the devices"))
     second = run.steps[1].step_seconds  # of which the engines had 0.375 on average, and wanted 0.75
-    assert f"had: {100 * 0.375 / second:.3g} (optimiser step: 2)" in had
-    assert f"wanted: it had turns to make: {100 * 0.75 / second:.3g} (optimiser step: 2)" in had
+    assert f"lent: {100 * 0.375 / second:.3g} (optimiser step: 2)" in had
+    assert f"wanted: turns to generate: {100 * 0.75 / second:.3g} (optimiser step: 2)" in had
     assert "Device by device" not in page and "Lent devices" not in page

@@ -59,12 +59,12 @@ def test_the_page_has_its_steps_and_what_was_lent(outcome: SimulatedRun) -> None
     needs_nothing(page)
     said = Page(page).text
     for words in (
-        "4 steps in 10.0 s: 2.50 s a step, +25.0 % of what was planned. The trainer computes 40 % of the time. 2 of 5"
+        "4 steps in 10.0 s: 2.50 s a step, +25.0 % against the plan. The trainer computes 40 % of the time. 2 of 5"
         " requests of users missed their SLO.",
-        "Lent 50 % of the time of 2 devices that serve",
+        "Lent 50 % of the time of 2 serving devices",
         "Recalled 10.0 % of their time, 2 recalls",
-        "Users' requests 5 2 missed their SLO, 1 by lending, 1 of them inside the envelope",
-        "1 of them by lending: served alone they met it; 1 not by lending: served alone they missed it, too.",
+        "Users' requests 5 2 missed their SLO, 1 because of lending, 1 inside the envelope",
+        "1 because of lending: served alone they meet it; 1 not because of lending: served alone they miss it, too.",
         "2 devices lent by the gate",
         "lent-0 1.3 % 0.7 % never 4 2",
     ):
@@ -81,7 +81,10 @@ def test_the_page_has_its_steps_and_what_was_lent(outcome: SimulatedRun) -> None
     )
     assert titles(figure(page, "Engines and trainer")).count("trainer: waits 1.50 s before step 2") == 1
     assert "up to 1,000 2 80 % 60 % 100 % up to 8,000 1 20 % 20 % 20 %" in said
-    assert "Who worked when" not in Page(training_run_page(replace(outcome, engines=()), 2.0, "plan.json")).text
+    assert (
+        "Engines and trainer over time"
+        not in Page(training_run_page(replace(outcome, engines=()), 2.0, "plan.json")).text
+    )
 
 
 def test_the_trace_has_its_steps_and_lent_devices(outcome: SimulatedRun, tmp_path: Path) -> None:

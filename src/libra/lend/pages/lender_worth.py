@@ -17,13 +17,14 @@ def lender_steps(explanation: Explanation) -> tuple[tuple[str, str, float], ...]
     rows: list[tuple[str, str, float]] = []
     for view in explanation.lenders:
         if view.engines:
-            rows.append((view.pool, f"with the loan of {plural(view.engines, 'engine')}: the plan", view.step))
-            rows += [(view.pool, "on average, as traffic may take it away", view.average)] if view.away else []
-            rows.append((view.pool, "the same plan, while nothing of it is lent", view.recalled))
-            rows.append((view.pool, "with it, training as would be best without it", view.kept))
-            rows.append((view.pool, "the best plan without it", view.without))
+            rows.append((view.pool, f"the plan, with a loan of {plural(view.engines, 'engine')}", view.step))
+            average = (view.pool, "the plan on average, as traffic may take the loan away", view.average)
+            rows += [average] if view.away else []
+            rows.append((view.pool, "the plan while nothing is lent", view.recalled))
+            rows.append((view.pool, "the loan, with training as in the best plan without it", view.kept))
+            rows.append((view.pool, "the best plan without the loan", view.without))
         rows += [
-            (view.pool, "were there one more node of it", relief.step)
+            (view.pool, "with one more node of the pool", relief.step)
             for relief in explanation.reliefs
             if relief.node_of == view.pool and relief.binds
         ]
@@ -34,8 +35,9 @@ def _one_more(explanation: Explanation, pool: str) -> str:
     """The gain of one more node of a serving pool, or the bottleneck if there is no gain."""
     relief = next((it for it in explanation.reliefs if it.node_of == pool), None)
     if relief is not None and relief.binds:
-        return f"One more node of it would save {duration(relief.seconds)} a step ({percent(relief.gain)})."
-    return f"One more node of it would save nothing: what bounds the step is {BOTTLENECK_WORDS[explanation.bound.by]}."
+        return f"One more node of {pool} would save {duration(relief.seconds)} a step ({percent(relief.gain)})."
+    bound = BOTTLENECK_WORDS[explanation.bound.by]
+    return f"One more node of {pool} would save nothing: the step is bound by {bound}."
 
 
 def _lender_sentence(view: LenderView) -> str:
@@ -48,11 +50,11 @@ def _lender_sentence(view: LenderView) -> str:
     worth = (
         f"{view.pool} lends {plural(view.engines, 'engine')} for {percent(view.share)} of their devices' time (use"
         f" {use}): a step of {duration(view.step)} instead of {duration(view.without)}, {gain} shorter; with training"
-        f" as it would be without, the loan would save {alone}"
+        f" as in the best plan without it, the loan would save {alone}"
     )
     if not view.away:
         return f"{worth}."
     return (
-        f"{worth}. In {percent(view.away)} of cases traffic takes it all away, and a step then takes"
+        f"{worth}. In {percent(view.away)} of cases traffic takes the whole loan away, and a step then takes"
         f" {duration(view.recalled)}: {duration(view.average)} on average."
     )

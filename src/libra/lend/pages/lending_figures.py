@@ -27,8 +27,8 @@ _RECALLED = ROLES[Role.DRAINING]
 _LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
 _EARLY = 10  # paces, at which the earliness of a token is cut
 _MARGINS = (  # quantile, name, colour
-    (0.0, "the closest of all", "var(--deep)"),
-    (0.1, "p10: one in ten is closer", "#56b4e9"),
+    (0.0, "minimum", "var(--deep)"),
+    (0.1, "p10: one in ten is below", "#56b4e9"),
 )
 Spans = Sequence[tuple[float, float]]
 
@@ -64,7 +64,7 @@ def versions_behind(points: Sequence[tuple[int, Sequence[int]]], x: Axis) -> Fig
     """`points` are (step, versions that the weights of each lent engine are behind as it ends)."""
     title, note = (
         "Weights of lent engines",
-        "No step waits for them: a turn goes to an engine that has what it may use.",
+        "No step waits for them: a turn goes to an engine whose weights are fresh enough for it.",
     )
     if not any(any(behind) for _, behind in points):
         return Figure(title, f"{note} At the end of every step all had the newest version.")
@@ -156,7 +156,7 @@ def _devices(
         " Crosses: a user's request missed its SLO." if any(lane.crosses for lane in lanes) else ""
     )
     if len(histories) > MOST_LANES:
-        note += f" The first {MOST_LANES} of {plural(len(histories), 'device')}."
+        note += f" The first {MOST_LANES} of {plural(len(histories), 'device')} are shown."
     return lane_figure("Device by device", note, lanes, x, (*legend, ("recalled", _RECALLED)), markers)
 
 
@@ -188,10 +188,10 @@ def _shares(
         granted += np.histogram(starts, edges, weights=lengths)[0] / np.diff(edges) / len(histories)
     series = [
         Series("rollout computes", _LENT, _middles(100 * lent, edges, scale)),
-        Series("granted for that", _GRANTED, _middles(100 * np.minimum(granted, 1.0), edges, scale)),
+        Series("granted to rollout", _GRANTED, _middles(100 * np.minimum(granted, 1.0), edges, scale)),
         Series("serving computes", _SERVING, _middles(100 * serving, edges, scale)),
     ]
-    note = f"Of all devices. {seen}".rstrip()
+    note = f"Means over all devices. {seen}".rstrip()
     return line_figure("Steps on the devices, by owner", note, series, x, Axis("% of the time", (0.0, 100.0)))
 
 
@@ -205,7 +205,7 @@ def _load(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: f
         *_pieces("mean", "#56b4e9", binned(points, edges, np.mean), edges, scale),
         _level("above: nothing is lent", 100.0, x),
     ]
-    note = "The part of it that is nearest to its limit: requests a second, live ones, their tokens, or waiting ones."
+    note = "The quantity nearest to its limit: arrivals per second, live requests, their tokens, or waiting requests."
     return line_figure(title, note, series, x, Axis("% of the envelope"))
 
 
@@ -219,9 +219,7 @@ def _margins(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale
         if span.margin is not None
     ]
     if not points:
-        return Figure(
-            title, "The record has no step of serving that owed a token, or it is from before they were kept."
-        )
+        return Figure(title, "No recorded serving step has a token with a due time.")
     late = sum(margin < 0 for _, margin in points)
     series = [
         piece
@@ -229,11 +227,11 @@ def _margins(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale
         for piece in _pieces(name, colour, binned(points, edges, partial(np.quantile, q=quantile)), edges, scale)
     ]
     note = (
-        f"Before the due, at a pace of {fine_duration(pace)} a token: at each of {plural(len(points), 'serving step')}"
-        f" the token that was due first. {'None was late.' if not late else f'{count(late)} came after it.'}"
-        f" More than {fine_duration(_EARLY * pace)} is drawn as that."
+        f"At each of {plural(len(points), 'serving step')}: time left before the earliest due token."
+        f" {plural(late, 'was late', 'were late') if late else 'None was late'}."
+        f" The pace is {fine_duration(pace)} a token; values above {fine_duration(_EARLY * pace)} are drawn there."
     )
-    return line_figure(title, note, [*series, _level("due", 0.0, x)], x, Axis("ms before the due"))
+    return line_figure(title, note, [*series, _level("due", 0.0, x)], x, Axis("ms before the due time"))
 
 
 def _requests(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
@@ -242,16 +240,16 @@ def _requests(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scal
     came = [(request, slo) for it, slo in known for request in it.requests if edges[0] <= request.came <= edges[-1]]
     first = [(request.came, 100 * request.ttft / slo.ttft) for request, slo in came]
     if not first:
-        return Figure(title, "No request of a user is recorded in that time.")
+        return Figure(title, "No user request is recorded in this time.")
     later = [(request.came, 100 * request.tpot / slo.tpot) for request, slo in came]
     series = [
         *_pieces("first token (TTFT)", "var(--blue)", binned(first, edges, np.max), edges, scale),
-        *_pieces("a token after it (TPOT)", "#e69f00", binned(later, edges, np.max), edges, scale),
+        *_pieces("per later token (TPOT)", "#e69f00", binned(later, edges, np.max), edges, scale),
         _level("above: missed", 100.0, x),
     ]
     requests = sum(len(it.requests) for it, _ in known)
-    others = f"; {count(requests - len(first))} others came before or after" if requests > len(first) else ""
-    note = f"The longest of the requests that came at the time, {count(len(first))} in all{others}."
+    others = f"; {count(requests - len(first))} others arrived before or after" if requests > len(first) else ""
+    note = f"The longest of the requests that arrived in each interval; {count(len(first))} in all{others}."
     return line_figure(title, note, series, x, Axis("% of the SLO"))
 
 

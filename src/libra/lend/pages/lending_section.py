@@ -16,7 +16,7 @@ from libra.report.words import count, duration, fine_duration, percent, plural
 MOST_ROWS = 40  # of a table
 MOST_MISSED = 12  # rows of the table of missed requests
 _REASONS = {
-    "first token": "a first token is owed",
+    "first token": "a request waits for its first token",
     "due": "a token is due",
     "load": "recalled",
     "owner": "owner",
@@ -24,7 +24,7 @@ _REASONS = {
 _RULES = {
     "gate": "the gate",
     "serve-first": "serving first",
-    "naive": "a step each",
+    "naive": "alternating steps",
     "published": "ROSE's published rule",
     "fixed": "a fixed split of the time",
 }
@@ -72,7 +72,7 @@ def lending_section(
         figures=(*lending_figures(histories, since, markers, seen), *more),
         devices=tuple(_device(it, found[1] - found[0]) for it in histories[:MOST_ROWS]),
         answers=(
-            ("Device", "Granted and used", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
+            ("Device", "Granted and used", "Held too long", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
             *(_answers(it, reasons) for it in histories[:MOST_ROWS]),
         ),
         missed=tuple(_missed(it, miss) for it, miss in missed[:MOST_MISSED]),
@@ -103,7 +103,7 @@ def _answers(it: LoanHistory, reasons: Sequence[str]) -> tuple[str, ...]:
 def _missed(it: LoanHistory, miss: MissedRequest) -> tuple[str, ...]:
     request = miss.request
     ttft, tpot = fine_duration(request.ttft), fine_duration(request.tpot)
-    blame = "not known" if miss.blamed is None else "yes: it met it alone" if miss.blamed else "no"
+    blame = "not known" if miss.blamed is None else "yes: alone it meets its SLO" if miss.blamed else "no"
     return (
         duration(request.came),
         it.name,
@@ -123,16 +123,16 @@ def _missed_note(histories: Sequence[LoanHistory], missed: Sequence[tuple[LoanHi
     blamed = [miss.blamed for _, miss in missed]
     parts = [f"{plural(len(missed), 'request')} of {count(requests)} missed their SLO"]
     if True in blamed:
-        parts.append(f"{count(blamed.count(True))} of them by lending: served alone they met it")
+        parts.append(f"{count(blamed.count(True))} because of lending: served alone they meet it")
     if False in blamed:
         alone = (
-            "served alone they missed it, too"
+            "served alone they miss it, too"
             if all(it.blamed is not None for it, _ in missed)
-            else ("nothing was lent from when serving was last idle")
+            else ("nothing had been lent since serving was last idle")
         )
-        parts.append(f"{count(blamed.count(False))} not by lending: {alone}")
+        parts.append(f"{count(blamed.count(False))} not because of lending: {alone}")
     if None in blamed:
-        parts.append(f"{count(blamed.count(None))} perhaps by lending: the same traffic was not served alone")
+        parts.append(f"{count(blamed.count(None))} perhaps because of lending: the traffic was not also served alone")
     shown = f" The first {MOST_MISSED} are shown." if len(missed) > MOST_MISSED else ""
     return f"{'; '.join(parts)}.{shown}"
 

@@ -34,12 +34,12 @@ def _section(log: RunLog, directory: Path) -> LendingSection | None:
     markers = ((0.0, "training begins", "before that: evaluation"), (log.steps[-1].time, "ends", "the last step ended"))
     x = Axis("optimiser step", (log.steps[0].step - 0.5, log.steps[-1].step + 0.5))
     figures = (_had(borrowed, x), versions_behind(_behind(borrowed), x))
-    seen = "Steps of serving are known while rollout looks, not while it has nothing to compute."
+    seen = "Serving steps are recorded only while rollout has something to compute."
     section = lending_section(histories, "the RL loop began", markers, figures, seen)
     if section is not None:
         return section
     engines = {name for step in borrowed for name in step.loans}
-    return LendingSection(figures, f"{plural(len(engines), 'engine')}; the agents have the records of their devices.")
+    return LendingSection(figures, f"{plural(len(engines), 'engine')}; their agents keep the records of the devices.")
 
 
 def _had(steps: Sequence[StepRecord], x: Axis) -> Figure:
@@ -49,8 +49,8 @@ def _had(steps: Sequence[StepRecord], x: Axis) -> Figure:
         return [(step, min(100.0, 100 * mean)) for step, mean in means]
 
     series = [
-        Series("had", "var(--blue)", share("lent")),
-        Series("wanted: it had turns to make", "#8a949e", share("wanted")),
+        Series("lent", "var(--blue)", share("lent")),
+        Series("wanted: turns to generate", "#8a949e", share("wanted")),
     ]
     return line_figure("Rollout's share of the devices", "Means over the lent engines.", series, x, Axis("% of a step"))
 

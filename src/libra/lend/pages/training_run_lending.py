@@ -49,9 +49,9 @@ def _tiles(outcome: SimulatedRun) -> tuple[Tile, ...]:
             *((it.missed.any, it.attributable, it.attributable - it.uncovered) for it in lenders), strict=True
         )
     )
-    cost = f"{count(missed)} missed their SLO, {count(blamed)} by lending, {count(inside)} of them inside the envelope"
+    cost = f"{count(missed)} missed their SLO, {count(blamed)} because of lending, {count(inside)} inside the envelope"
     return (
-        Tile("Lent", percent(lent, 0), f"of the time of {plural(len(lenders), 'device')} that serve"),
+        Tile("Lent", percent(lent, 0), f"of the time of {plural(len(lenders), 'serving device')}"),
         Tile("Recalled", percent(away), f"of their time, {plural(sum(it.recalls for it in lenders), 'recall')}"),
         Tile("Users' requests", count(sum(it.requests for it in lenders)), cost, alarming=bool(inside)),
     )
