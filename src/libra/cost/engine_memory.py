@@ -45,7 +45,7 @@ class Profiling:
     @classmethod
     def of(cls, version: str) -> Profiling:
         """The run of a version such as `0.9.2`. 0.17 has a sampler that does not sort (vllm#33538), and 0.21 counts
-        graphs by default (vllm#38284). Raises ValueError where it is no version."""
+        graphs by default (vllm#38284). Raises ValueError if it is no version."""
         found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
         if found is None:
             raise ValueError(f"vllm_version is {version!r}: give it as vLLM does, such as 0.9.2")
@@ -73,7 +73,7 @@ def kv_tokens(
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
     it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
     token, so the fullest stage decides. Another engine takes `taken` bytes of each device, and a drafter `kv_beside`
-    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError where the degrees do not
+    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError if the degrees do not
     divide the model.
 
     Where layers keep windows or states, tokens are those of sequences of `context` tokens each, by default the model's
