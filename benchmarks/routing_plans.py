@@ -157,12 +157,16 @@ def _sizes(
 
 
 def one_batch(asked: Question, route: str, seed: int) -> dict[str, float]:
-    """Makespan and mean time of the trajectories of a batch that start together, in seconds."""
-    batch = asked.batch(seed)
+    makespan, mean = batch_seconds(asked, asked.batch(seed), route, seed)
+    return {"makespan": makespan, "mean of trajectories": mean}
+
+
+def batch_seconds(asked: Question, batch: Sequence[Trajectory], route: str, seed: int = 0) -> tuple[float, float]:
+    """Simulated makespan, and mean time of the trajectories of a batch that start together, in seconds."""
     policy: Policy = Oracle({it.id: it for it in batch}) if route == ORACLE else policy_named(route, seed=seed)
     metrics = metrics_of(simulate_plan(asked.plan, batch, policy, learned=asked.known, seed=seed))
     assert metrics.trajectory_latency is not None
-    return {"makespan": metrics.makespan, "mean of trajectories": metrics.trajectory_latency.mean}
+    return metrics.makespan, metrics.trajectory_latency.mean
 
 
 def whole_run(asked: Question, route: str, seed: int) -> dict[str, float]:

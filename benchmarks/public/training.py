@@ -8,7 +8,8 @@ whole, as in the recipes of Megatron Bridge. MXFP8 is priced as FP8 with one sca
 
 Dense models of Megatron Bridge overlap tensor-parallel exchanges with products (`tp_comm_overlap`, by the recipes in
 scripts/performance/configs/llama). That needs tensors of one shape (docs/performance-guide.md), which batches of
-trajectories are not, so Libra charges them; the note says how much that is. Its experts on H100 do not overlap.
+trajectories are not, so Libra charges what Megatron does not hide by itself; the note says how much that is. Its
+experts on H100 do not overlap.
 
 `RELEASE` is what one release of Megatron Bridge published in FP8, MXFP8 and bf16, but for hybrid models, whatever its
 error: `ROWS` were chosen, and these were not. `ABOVE` used more of an H100 than Libra's ceiling. `ADAPTERS` train
@@ -303,7 +304,7 @@ def _case(row: PublishedRate) -> PublicCase:
     words = [row.note] if row.note else []
     if row.overlapped:
         step = _step(row, row.layout)
-        words.append(f"{step.communication / step.total:.0%} of it are exchanges, which the source overlaps")
+        words.append(f"{100 * (step.communication / step.total):.0f} % of it are exchanges, which the source overlaps")
     if row.fitted:
         words.append("fitted to")
     return PublicCase(row.name, row.rate, priced_rate(row), bar, "; ".join(words))

@@ -23,6 +23,7 @@ from libra.plan.plan import Plan, answer, dump_plan, make_plan, parse_plan
 from libra.plan.planner import Planner
 from libra.plan.problem import Problem
 from libra.plan.solution import Solution
+from libra.report.plan_headline import finalist_rows, headline
 from libra.route.catalogue import policy_named
 from libra.sim.of_plan import simulate_run
 from libra.trajectory import Trajectory
@@ -74,6 +75,7 @@ def test_what_is_promised_was_simulated(router: str) -> None:
     assert run.settled_step_seconds(2) == pytest.approx(plan.simulated.seconds, rel=1e-9)
     for finalist in plan.finalists[1:]:
         assert finalist.simulated is not None and finalist.slower is not None
+    assert plan.cut_short is None and not any("cut short" in it for it in headline(plan))
     assert parse_plan(dump_plan(plan)) == plan
 
 
@@ -97,6 +99,12 @@ def test_without_time_two_plans_are_simulated_and_it_says_which_were_not() -> No
     unseen = [finalist.simulated is None for finalist in plan.finalists]
     assert unseen == [False, False] + [True] * (len(unseen) - 2)
     assert plan.simulated is not None and plan.simulated.steps == 4 and plan.simulated.error is not None
+    assert plan.cut_short == 0 and parse_plan(dump_plan(plan)) == plan
+    said = " ".join(headline(plan))
+    assert "cut short at 0" in said and "steps of the finalists: 4, 2, 0" in said
+    rows = finalist_rows(plan)
+    assert rows[1][-1].endswith(" (2 steps: no interval)"), rows
+    assert {row[-1] for row in rows[2:]} == {"not simulated"}
 
 
 def test_a_solver_is_asked_for_every_candidate() -> None:

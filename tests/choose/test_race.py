@@ -54,11 +54,13 @@ def test_rounds_cost_the_same_and_halve_the_field_until_two_are_left() -> None:
     standings = race(sampler, unknown(8, 100.0))
     assert sorted(sampler.taken, reverse=True) == [MOST_SAMPLES, MOST_SAMPLES, 3, 3, 1, 1, 1, 1]
     assert len(standings.finalists) == 2
+    assert not standings.decided and not standings.cut_short
 
 
 def test_a_race_ends_as_soon_as_the_fastest_is_separated() -> None:
     sampler = Listed(steady(10.0), steady(15.0), steady(16.0), steady(17.0))
-    assert race(sampler, unknown(4), first=3).finalists[0] == 0
+    standings = race(sampler, unknown(4), first=3)
+    assert standings.finalists[0] == 0 and not standings.cut_short
     assert sampler.taken == [3, 3, 3, 3]
 
 
@@ -74,6 +76,7 @@ def test_when_time_is_up_two_were_sampled_and_the_others_are_not_ranked() -> Non
     standings = race(sampler, unknown(3), time_left=lambda: False)
     assert standings.samples == ((10.0,), (9.0,), ())
     assert standings.finalists == (1, 0)
+    assert standings.cut_short
 
 
 def test_time_that_is_up_in_a_later_round_leaves_the_samples_in_common() -> None:
@@ -82,6 +85,14 @@ def test_time_that_is_up_in_a_later_round_leaves_the_samples_in_common() -> None
     standings = race(sampler, unknown(4), time_left=lambda: next(asked) < 4)
     assert [len(samples) for samples in standings.samples] == [1, 3, 1, 1]
     assert standings.finalists[0] == 1  # by the first sample, the only one that both have
+    assert standings.cut_short
+
+
+def test_time_that_is_up_between_rounds_cuts_a_race_short() -> None:
+    asked = count()
+    standings = race(Listed(steady(10.0), steady(10.0)), unknown(2), time_left=lambda: next(asked) < 1)
+    assert standings.samples == ((10.0,), (10.0,))
+    assert standings.cut_short
 
 
 def test_few_samples_do_not_outweigh_what_was_expected() -> None:

@@ -41,6 +41,27 @@ def test_every_command_has_help(command: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("pln", "no such command 'pln'. Did you mean 'plan', 'explain'?; see libra --help"),
+        ("--versions", "no such option: --versions (Possible options: --version); see libra --help"),
+        ("plan --helpp", "no such option: --helpp (Possible options: --help, --html); see libra plan --help"),
+        ("plan", "missing option '--trajectories' / '-t'; see libra plan --help"),
+        ("trace stats a b", "got unexpected extra argument(s) (b); see libra trace stats --help"),
+        ("plan a -t b --seed -1", "invalid value for '--seed': Input should be greater than or equal to 0; see"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: str, told: str) -> None:
+    assert_refused(libra(*arguments.split()), f"libra: {told}")
+
+
+@pytest.mark.parametrize("group", [(), ("trace",)])
+def test_a_group_without_a_command_shows_its_help(group: tuple[str, ...]) -> None:
+    result = libra(*group)
+    assert result.exit_code == 2 and result.stderr == "" and "Commands" in result.stdout
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("plan", CONFIG, "-t", LOG, "-p", PROFILE),

@@ -231,7 +231,7 @@ def test_a_plan_is_simulated_and_says_how_it_was_chosen(tmp_path: Path) -> None:
     explained = libra("explain", tmp_path / "plan.json", "--html", tmp_path / "plan.html")
     assert explained.exit_code == 0, explained.stderr
     assert "in simulation under cmlfq" in explained.stdout
-    assert "Plans that were simulated" in (tmp_path / "plan.html").read_text()
+    assert "Simulated plans" in (tmp_path / "plan.html").read_text()
     again = libra("rehearse", tmp_path / "plan.json", "-t", tmp_path / "log.jsonl", "--steps", 4, "--json")
     assert again.exit_code == 0, again.stderr
 

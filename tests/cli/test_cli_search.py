@@ -126,6 +126,7 @@ def test_the_same_question_gives_the_same_bytes(menu: str) -> None:
 def test_one_of_a_kind_is_told_as_one(menu: str) -> None:
     Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
     result = libra(*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--rate", 1)
+    assert result.stdout.startswith("1 engine of tp1 on 1 H100 serves 1 request/s: ")
     assert (
         "\n1 candidate: 0 ruled out by the bound (0.0 %), 3 simulations of 300 requests; 1 point on the"
         in result.stdout
@@ -141,7 +142,9 @@ def test_a_caution_stands_in_terminal_page_and_answer(menu: str, tmp_path: Path)
     assert result.exit_code == 0, result.output
     caution = json.loads(written.read_text())["caution"]
     assert caution.endswith("give 480 requests or more")
-    assert caution in " ".join(result.stdout.split()) and caution in page.read_text()
+    assert "ttft_p99 of 3 requests is that of the slowest" in caution
+    assert result.stdout.startswith(f"note: {caution}\n1 engine ")  # before any figure
+    assert caution in page.read_text()
 
 
 def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_pa
     result = libra(*asked, "-o", written, "--report", page, "--engines-out", tmp_path / "engines")
     assert result.exit_code == 3, result.output
     assert result.stderr.splitlines()[-1].startswith(  # a slow machine shows progress before
-        "libra: no rate can be given: at 1.31e+05 requests/s the 20,001 requests come within"
+        "libra: no rate can be given: at 131,072 requests/s the 20,001 requests come within"
     )
     assert result.stdout.startswith("No rate can be given: ") and "No rate can be given: " in page.read_text()
     assert not (tmp_path / "engines").exists()

@@ -18,9 +18,9 @@ from libra.cost.pipeline import pipeline_seconds
 from libra.cost.sources.rates import TrainingRates, training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import Reference, training_memory
-from libra.cost.train_passes import EXPERT_HOST, Passes, Work, reached_parts
+from libra.cost.train_passes import EXPERT_HOST, LAUNCH, OPERATIONS, Passes, Work, reached_parts
 from libra.cost.train_step import STEP_ITEMS, TrainStep, step_table, train_step
-from libra.cost.transfer import Fabric, fabric
+from libra.cost.transfer import Fabric, Group, all_gather_seconds, fabric
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.decoder import decoder
 from libra.hardware.mlp import Experts
@@ -290,8 +290,24 @@ def test_tensor_parallelism_gathers_and_scatters_around_attention_and_mlp() -> N
     once = 7 / 8 * 8192 * 5120 * 2 / LINK + 7 * 1.8e-6
     found = passes(layout(tp=8))
     assert found.exchange_forward[0] == pytest.approx(8 * 40 * 4 * once)  # micro-batches, layers, times
-    assert found.exchange_backward[0] == pytest.approx(8 * 40 * 4 * once)
-    assert passes(layout(tp=8, recompute="full")).exchange_backward[0] == pytest.approx(2 * 8 * 40 * 4 * once)
+    assert found.exchange_backward[0] == pytest.approx(8 * 40 * 2 * once)  # the others are behind products
+    assert passes(layout(tp=8, recompute="full")).exchange_backward[0] == pytest.approx(8 * 40 * (4 + 2) * once)
+
+
+def test_what_is_exchanged_beside_products_that_are_too_short_is_waited_for() -> None:
+    usual = work(batch=EVEN)
+    slow = replace(usual.fabric, link=usual.fabric.link / 100)
+    found = step_table(replace(usual, fabric=slow), LayoutTable.of([layout(tp=8)])).passes
+    gathered = 2 * float(all_gather_seconds(8192 * 5120 * 2, Group(8), slow))
+    hidden = 0.8 * 2 * (found.forward[0] - 8 * 40 * OPERATIONS * LAUNCH)
+    assert hidden < 8 * 40 * gathered
+    assert found.exchange_backward[0] == pytest.approx(8 * 40 * 2 * gathered - hidden)
+
+
+def test_frozen_weights_have_no_products_to_hide_exchanges_behind() -> None:
+    frozen = replace(work(batch=EVEN), state=replace(ADAMW, trained=0.01))
+    found = step_table(frozen, LayoutTable.of([layout(tp=8)])).passes
+    assert found.exchange_backward[0] == found.exchange_forward[0]
 
 
 @pytest.mark.parametrize(("tp", "dp", "rate", "latency"), [(1, 1, LINK, 1.8e-6), (1, 8, NETWORK / 8, 5e-6)])

@@ -32,6 +32,8 @@ from libra.backends.transport.messages import Acknowledged, Message, Stop
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.report import Report, Sampled
 from libra.exec.protocols import WorkerLostError
+from libra.live.pace import Pace
+from libra.live.work import LiveWork
 
 STOP = ord(";")
 ALPHABET = [*map(ord, "abcdefg"), STOP]
@@ -190,7 +192,7 @@ class ScriptedEngine(OnItsOwnDevice):
     """As much of an `EngineHandle` as the agent loop uses."""
 
     def __init__(self, name: str, script: Script) -> None:
-        self.name, self.load_tokens, self.version = name, 0, 0
+        self.name, self.work, self.version = name, LiveWork(Pace()), 0
         self.interrupted: list[str] = []
         self._script = script
 
@@ -205,7 +207,7 @@ class QuickEngine(OnItsOwnDevice):
     """Answers after some turns of the event loop: sometimes right, sometimes wrong, so that groups give signal."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.name, self.link, self.version, self.load_tokens = "rollout-0", 1, 0, 0
+        self.name, self.link, self.version, self.work = "rollout-0", 1, 0, LiveWork(Pace())
         self.busy_seconds, self.iterations, self.generated_tokens = 0.0, 0, 0
         self.prefilled_tokens, self.finished_turns, self.running = 0, 0, 0
         self._chance = chance
@@ -222,19 +224,18 @@ class HeldEngine(OnItsOwnDevice):
     """As much of an `EngineHandle` as the agent loop uses; a turn waits until it is told to end."""
 
     def __init__(self, name: str, version: int) -> None:
-        self.name, self.version, self.load_tokens = name, version, 0
+        self.name, self.version, self.work = name, version, LiveWork(Pace())
         self.turns: dict[str, tuple[asyncio.Future[None], Generate, Callable[[Piece], None]]] = {}
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        size = len(request.tokens)
         self.turns[request.id] = (future, request, take)
-        self.load_tokens += size
+        held = self.work.begun(len(request.tokens))
         try:
             await future
         finally:
             del self.turns[request.id]
-            self.load_tokens -= size
+            self.work.ended(held)
 
     def end_turn(self, id: str) -> None:
         """A tool call first, then the answer."""

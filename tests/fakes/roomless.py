@@ -15,8 +15,14 @@ _FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
 _ABSENT = "import importlib.util as u, sys; sys.exit(any(u.find_spec('libra.' + room) for room in sys.argv[1:]))"
 
 
+_EXAMPLES = re.compile(r"max_examples=[\d_]+")
+_FEW = "max_examples=10"  # of random cases: whether a module is there does not depend on them
+_PROFILE = f"\nsettings.register_profile('few', settings(), {_FEW}, deadline=None)\nsettings.load_profile('few')\n"
+
+
 class Roomless:
-    """The copy, in `target`. With the rooms go their tests, and tests and benchmarks that import what has gone."""
+    """The copy, in `target`. With the rooms go their tests, and tests and benchmarks that import what has gone. Tests
+    of random cases make few."""
 
     def __init__(self, rooms: Sequence[str], target: Path) -> None:
         self.target, self._rooms = target, rooms
@@ -29,6 +35,10 @@ class Roomless:
             shutil.rmtree(target / "src" / "libra" / room)
             shutil.rmtree(target / "tests" / room)
         self._remove_importers({f"libra.{room}" for room in rooms})
+        for path in (target / "tests").rglob("*.py"):
+            path.write_text(_EXAMPLES.sub(_FEW, path.read_text(encoding="utf-8")), encoding="utf-8")
+        with (target / "tests" / "conftest.py").open("a", encoding="utf-8") as file:
+            file.write(_PROFILE)
 
     def _remove_importers(self, gone: set[str]) -> None:
         while gone:

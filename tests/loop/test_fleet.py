@@ -19,7 +19,7 @@ ONE = Allocation(2, (Bucket("long", 1, 0, 160),))
 
 def engine(name: str, load: int = 0) -> ScriptedEngine:
     made = ScriptedEngine(name, Script())
-    made.load_tokens = load
+    made.work.load_tokens = load
     return made
 
 
@@ -36,7 +36,7 @@ def test_the_view_is_of_now() -> None:
     assert fleet.view(16, 0) == View(
         (InstanceView("s", 0, 60, 5), InstanceView("l", 1, 200, 0)), limits=(40, 160), turn_tokens=16
     )
-    long.load_tokens = 70
+    long.work.load_tokens = 70
     assert fleet.view(9, 0).instances[1].load_tokens == 70
     assert fleet.view(9, 0).turn_tokens == 9
     assert fleet.handle("l") is long

@@ -244,6 +244,36 @@ def test_the_time_left_follows_the_latest_steps_and_begins_anew_with_another_ser
     assert remaining.observe(1, 50, 200.0) is None
 
 
+def test_the_time_left_is_unknown_while_an_estimated_total_falls() -> None:
+    remaining = RemainingTime(estimated=True)
+    totals = [0, 1000, 1000, 300, 100] + [100] * 60
+    left = [remaining.observe(done, total, float(done)) for done, total in enumerate(totals)]
+    assert left[:14] == [None] * 14 and left[14:] == [100.0 - done for done in range(14, 65)]
+    assert remaining.observe(65, 95, 65.0) == 30.0  # a total may drift
+    assert remaining.observe(66, 80, 66.0) is None
+
+
+def test_the_time_left_of_uneven_steps_is_by_the_pace_of_all() -> None:
+    """Every fifth step takes 100 s, the others 1 s."""
+    even, uneven = RemainingTime(), RemainingTime(uneven=True)
+    now, told = 0.0, []
+    for done in range(101):
+        now += 100.0 if done % 5 == 4 and done < 50 else 1.0
+        even.observe(done, 200, now)
+        told.append(uneven.observe(done, 200, now))
+    assert told[-1] == 99 + 10 * 100 - 9 and even.observe(100, 200, now) == 100.0
+
+
+def test_a_pace_is_measured_from_where_a_series_begins() -> None:
+    out, clock = io.StringIO(), Clock()
+    with SimulationProgress(out, clock) as progress:
+        clock.now += 500.0
+        progress.begin()
+        clock.now += LOG_SECONDS
+        progress.step(1, 3)
+    assert out.getvalue() == f"simulated step 1 of 3, about {duration(2 * LOG_SECONDS)} left\n"
+
+
 def test_a_run_says_how_long_its_steps_will_take() -> None:
     assert "step 5/20  about 1 min 15 s left  training" in plain_lines((30.0, replace(VIEW, left=75.0)))[-1]
     console = Console(file=io.StringIO(), width=200)

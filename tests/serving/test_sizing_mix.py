@@ -33,7 +33,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> SizingQuestion:
 
 
 def test_a_plan_serves_the_rate_within_the_objectives(asked: SizingQuestion) -> None:
-    found = plan_mix(asked, MENU)
+    told: list[tuple[str, int, int]] = []
+    found = plan_mix(asked, MENU, tell=lambda *it: told.append(it))
+    *engines, last = told
+    assert [it[1:] for it in engines] == [(done, len(engines) - 1) for done in range(len(engines))]
+    assert last == (f"simulating plan {len(found.missed) + 1}: {found.candidate}", 0, 0)
     assert found.trial.rate == 60
     assert all(found.trial.latency[it.name] <= it.limit for it in asked.objectives)
     assert found.plan.proven

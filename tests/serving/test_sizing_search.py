@@ -121,7 +121,8 @@ def test_nothing_cheaper_is_proven_where_the_bound_says_so() -> None:
 def test_requests_that_are_over_soon_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 requests may wait half a second: they say something of 15 requests/s at most."""
     monkeypatch.setattr(answers, "BRIEF", BRIEF)
-    assert found(gpus=4, rate=14.9).caution() is None
+    steady = found(gpus=4, rate=14.9).caution()
+    assert steady == "ttft_p99 and tpot_p99 of 60 requests are that of the slowest; give 100 requests or more"
     caution = found(gpus=4, rate=16.0).caution()
     assert caution is not None and "the 60 requests come within 3.75 s, and may wait 0.5 s" in caution
     assert caution.endswith("give 256 requests or more")
@@ -136,7 +137,7 @@ def test_a_record_that_is_too_short_gives_no_rate(monkeypatch: pytest.MonkeyPatc
     asked = question(tiny, *parse_objectives("ttft_p99=600s"), gpus=1)
     none = answer(asked, menu)
     assert none.points and not none.told
-    assert headline(none).startswith("No rate can be given: at 1.31e+05 requests/s the 100 requests come within ")
+    assert headline(none).startswith("No rate can be given: at 131,072 requests/s the 100 requests come within ")
     document = none.document()
     assert document["caution"] == none.caution() and all("rate" not in it for it in document["pareto"])
     assert answer(replace(asked, rate=2.0), menu).told
@@ -205,6 +206,7 @@ def test_nothing_is_due_at_the_end_and_all_that_is_tried_was_due(settings: dict[
     )
     moments: list[Progress] = []
     answer(asked, SMALL, progress=moments.append)
+    assert moments[0].tried == 0 and moments[0].out < moments[0].candidates  # when bounds are known
     assert moments[-1].due == 0 and moments[-1].tried <= moments[-1].candidates
     for before, after in pairwise(moments):
         assert after.tried > before.tried

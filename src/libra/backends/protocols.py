@@ -18,6 +18,7 @@ from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, LoanState, Piece, Save, Saved
 from libra.backends.transport.messages import Message
 from libra.backends.transport.trainer_messages import MeasureTraining, Sample, TrainingMeasured
+from libra.live.work import LiveWork
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -169,8 +170,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def load_tokens(self) -> int:
-        """Context tokens of the requests that it holds, and of those on their way to it."""
+    def work(self) -> LiveWork:
+        """Its turns in flight, those on their way to it included."""
         ...
 
     @property

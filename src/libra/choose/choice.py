@@ -91,7 +91,8 @@ def choose_plan(
                 break
             standings = standings.with_samples(dict(sampler.upto({chosen: samples + 1})))
     finalists = _finalists(standings, kinds, chosen, request.recipe.router, steps, effort.seed)
-    return replace(plans[chosen], simulated=finalists[0].simulated, finalists=finalists)
+    cut_short = effort.seconds if standings.cut_short else None
+    return replace(plans[chosen], simulated=finalists[0].simulated, finalists=finalists, cut_short=cut_short)
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:

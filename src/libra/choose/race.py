@@ -64,6 +64,7 @@ class Standings:
     expected: tuple[Expected, ...]
     samples: tuple[tuple[float, ...], ...]
     finalists: tuple[int, ...]  # remaining contenders, the fastest first
+    cut_short: bool = False  # whether time ran out before the race was decided
 
     def slower(self, contender: int, than: int) -> tuple[float, float | None]:
         """Mean difference over common samples, and half of its 95 % interval (None: a single sample)."""
@@ -124,19 +125,22 @@ def race(
     `time_left` is called after each answer; the first two contenders are always sampled."""
     samples: list[tuple[float, ...]] = [()] * len(expected)
     alive = list(range(len(expected)))
-    wanted, more = 0, first
+    wanted, more, cut_short = 0, first, False
 
     def ranked() -> Standings:
-        standings = Standings(tuple(expected), tuple(samples), tuple(alive))
+        standings = Standings(tuple(expected), tuple(samples), tuple(alive), cut_short)
         return replace(standings, finalists=tuple(sorted(alive, key=lambda it: standings.gap(it, 0).seconds)))
 
     while wanted < most:
         wanted = min(wanted + more, most)
         if not _sampled(sampler, alive, wanted, samples, time_left):
-            alive = [it for it in alive if samples[it]]
+            alive, cut_short = [it for it in alive if samples[it]], True
             break
         standings = ranked()
-        if standings.decided or not time_left():
+        if standings.decided:
+            break
+        if wanted < most and not time_left():
+            cut_short = True
             break
         kept = _faster_half(standings.finalists)
         more = math.ceil(more * len(alive) / len(kept))

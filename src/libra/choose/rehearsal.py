@@ -6,14 +6,14 @@ policy. A run continues from its last step, so earlier steps are never simulated
 
 from __future__ import annotations
 
-import signal
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from copy import deepcopy
-from multiprocessing import get_context
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from typing import Self
 
+from libra.choose.forked import Fork
 from libra.plan.plan import Plan
 from libra.route.policy import Policy
 from libra.sim.of_plan import run_of
@@ -36,7 +36,9 @@ class Rehearsals:
     def __init__(
         self, plans: Sequence[Plan], log: Sequence[Trajectory], policy: Policy, *, seed: int = 0, jobs: int = 1
     ) -> None:
-        self._begin = [lambda plan=plan: run_of(plan, log, _LONGEST, deepcopy(policy), seed=seed) for plan in plans]
+        self._runs: list[Callable[[], PosttrainingRun]] = [
+            cache(lambda plan=plan: run_of(plan, log, _LONGEST, deepcopy(policy), seed=seed)) for plan in plans
+        ]
         staleness = {plan.of_cluster.staleness for plan in plans}
         if len(staleness) != 1:
             raise ValueError(f"plans have staleness {sorted(staleness)}; rehearse plans of one staleness")
@@ -45,22 +47,21 @@ class Rehearsals:
         self.fewest = -(-_LEAST_STEPS // self.steps_a_sample)  # samples of a first round
         self.left_out = 1 + stale if stale else 0  # steps at the beginning
         self._jobs = min(jobs, len(plans))
-        self._runs: dict[int, PosttrainingRun] = {}
-        self._workers: list[_Worker] = []
+        self._forks: list[Fork[int, tuple[float, ...]]] = []
 
     def __enter__(self) -> Self:
         if self._jobs > 1:
-            self._workers = [_Worker(begin) for begin in self._begin]
+            self._forks = [Fork(partial(self._published, run)) for run in range(len(self._runs))]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
+        for worker in self._forks:
             worker.end()
 
     def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
         """See `race.Sampler`; in the order in which runs have their samples."""
         versions = {run: self.left_out + samples * self.steps_a_sample for run, samples in wanted.items()}
-        published = self._in_processes(versions) if self._workers else self._here(versions)
+        published = self._in_processes(versions) if self._forks else self._here(versions)
         for run, times in published:
             yield run, self._samples(times)
 
@@ -69,11 +70,12 @@ class Rehearsals:
         times = (0.0, *published)
         return tuple((times[k + each] - times[k]) / each for k in range(began, len(published), each))
 
+    def _published(self, run: int, version: int) -> tuple[float, ...]:
+        return self._runs[run]().published(version)
+
     def _here(self, versions: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
         for run, version in versions.items():
-            if run not in self._runs:
-                self._runs[run] = self._begin[run]()
-            yield run, self._runs[run].published(version)
+            yield run, self._published(run, version)
 
     def _in_processes(self, versions: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
         left = deque(versions.items())
@@ -81,56 +83,16 @@ class Rehearsals:
         while left or busy:
             while left and len(busy) < self._jobs:
                 run, version = left.popleft()
-                self._workers[run].connection.send(version)
-                busy[self._workers[run].connection] = run
+                self._forks[run].ask(version)
+                busy[self._forks[run].connection] = run
             for ready in wait(list(busy)):
                 assert isinstance(ready, Connection)
                 run = busy.pop(ready)
-                yield run, self._workers[run].answer(versions[run])
+                yield run, self._answer(run, versions[run])
 
-
-class _Worker:
-    """The process of one run."""
-
-    def __init__(self, begin: Callable[[], PosttrainingRun]) -> None:
-        context = get_context("fork")
-        self.connection, its = context.Pipe()
-        self._process = context.Process(target=_serve, args=(its, begin), daemon=True)
-        self._process.start()
-        its.close()
-
-    def answer(self, version: int) -> tuple[float, ...]:
+    def _answer(self, run: int, version: int) -> tuple[float, ...]:
         """Times of the versions up to `version`, in seconds. Skips answers that a race stopped waiting for."""
         times: tuple[float, ...] = ()
         while len(times) != version:
-            try:
-                found = self.connection.recv()
-            except EOFError:
-                raise RuntimeError("a process that simulates a plan has ended before it answered") from None
-            if isinstance(found, Exception):
-                raise found
-            times = found
+            times = self._forks[run].answer()
         return times
-
-    def end(self) -> None:
-        self.connection.close()
-        self._process.terminate()
-        self._process.join()
-
-
-def _serve(connection: Connection, begin: Callable[[], PosttrainingRun]) -> None:
-    # The process that waits for the answers is interrupted, and ends this one by SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    run: PosttrainingRun | None = None
-    while True:
-        try:
-            version = connection.recv()
-        except EOFError:
-            return
-        try:
-            if run is None:
-                run = begin()
-            connection.send(run.published(version))
-        except (ValueError, RuntimeError) as error:
-            connection.send(error)

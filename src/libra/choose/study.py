@@ -7,12 +7,12 @@ Values are simulated seconds, and less is better.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import partial
 from statistics import fmean
 from typing import Protocol
 
+from libra.choose.forked import mapping
 from libra.choose.intervals import mean_and_error
 from libra.choose.rehearsal import Rehearsals
 from libra.plan.plan import Plan
@@ -128,11 +128,10 @@ def compare_policies(
         load_policy(name)
     cells = [(policy, seed) for seed in seeds for policy in policies]
     found: dict[tuple[str, int], tuple[float, ...]] = {}
-    # Forked processes inherit the subject, which is not pickled: engines hold caches of their times.
-    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("fork"), _inherit, (subject,)) as pool:
-        pending = {cell: pool.submit(_run, *cell) for cell in cells}
-        for number, (cell, its) in enumerate(pending.items(), start=1):
-            found[cell] = its.result()
+    # The subject is not pickled: engines hold caches of their times.
+    with mapping(partial(_run, subject), jobs) as runs:
+        for number, (cell, its) in enumerate(zip(cells, runs(cells), strict=True), start=1):
+            found[cell] = its
             tell(f"{number} of {len(cells)} runs: {cell[0]}, seed {cell[1]}")
     seconds = tuple(
         tuple(tuple(found[policy, seed][metric] for seed in seeds) for metric in range(len(subject.metrics)))
@@ -141,15 +140,8 @@ def compare_policies(
     return Study(subject.metrics, tuple(policies), tuple(seeds), seconds)
 
 
-_inherited: list[Subject] = []  # in a process of the pool
-
-
-def _inherit(subject: Subject) -> None:
-    _inherited[:] = [subject]
-
-
-def _run(policy: str, seed: int) -> tuple[float, ...]:
-    return _inherited[0].run(policy, seed)
+def _run(subject: Subject, cell: tuple[str, int]) -> tuple[float, ...]:
+    return subject.run(*cell)
 
 
 def _taught(router: str, seed: int, learned: Sequence[Trajectory]) -> Policy:

@@ -30,18 +30,43 @@ from libra.cli import (
     trace,
 )
 from libra.cli.allocator import use_system_allocator
+from libra.cli.entry import end_interrupted
 from libra.config.rooms import offered
+from libra.report.words import printable
+
+# Of all errors of arguments; Typer has no name of its own for it.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _Commands(TyperGroup):
-    """Ends an interrupted command with a line; Typer would end it without one."""
+    """Ends a command with one line where it is interrupted, or its arguments are wrong; Typer has none and five."""
+
+    def main(self, *args: Any, **keywords: Any) -> Any:
+        alone = keywords.get("standalone_mode", True)
+        try:
+            status = super().main(*args, **{**keywords, "prog_name": "libra", "standalone_mode": False})
+        except _UsageError as error:
+            if not alone:
+                raise
+            status = _tell_usage(error)
+        if alone:
+            sys.exit(status)
+        return status
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("libra: interrupted", err=True)
-            raise typer.Exit(130) from None
+            end_interrupted()
+
+
+def _tell_usage(error: Any) -> int:
+    """The exit status."""
+    if type(error).__name__ != "NoArgsIsHelpError":  # it has shown its help
+        text = " ".join(error.format_message().split()).rstrip(".")
+        where = "libra" if error.ctx is None else error.ctx.command_path
+        typer.echo(f"libra: {printable(text[0].lower() + text[1:])}; see {where} --help", err=True)
+    return int(error.exit_code)
 
 
 app = typer.Typer(

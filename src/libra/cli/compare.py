@@ -82,9 +82,6 @@ def compare(
             from libra.report.study_page import study_page
 
             write_text(html, study_page(found, f"{', '.join(policies)} on {on.name}"))
-    except KeyboardInterrupt:
-        typer.echo("libra: interrupted", err=True)
-        raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
         bad_input(error)
     if as_json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import NoReturn
 
 _INTERRUPTED = 130  # exit status, as of a shell
 
@@ -18,8 +19,12 @@ def main() -> None:
 
         run_command()
     except KeyboardInterrupt:
-        sys.stderr.write("libra: interrupted\n")
-        sys.exit(_INTERRUPTED)
+        end_interrupted()
+
+
+def end_interrupted() -> NoReturn:
+    sys.stderr.write("libra: interrupted\n")
+    sys.exit(_INTERRUPTED)
 
 
 if __name__ == "__main__":

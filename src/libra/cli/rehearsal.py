@@ -100,9 +100,6 @@ def rehearse(
         )
         text = document(rehearsed.plan, outcome, named, seed)
         _write(rehearsed, outcome, text, steps, output, report, timeline)
-    except KeyboardInterrupt:
-        typer.echo("libra: interrupted", err=True)
-        raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
         bad_input(error)
     if as_json:

@@ -116,9 +116,6 @@ def simulate(
             result = run(deployment, work.workload, policy, seed=seed, time_limit=limit, exact=exact, progress=progress)
         text = _document(result, replace(deployment, time_limit=limit), seed, work.forecast)
         _write(result, text, output, requests_out, timeline, report, what.name)
-    except KeyboardInterrupt:
-        typer.echo("libra: interrupted", err=True)
-        raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
         bad_input(of_option(error, given))
     if as_json:

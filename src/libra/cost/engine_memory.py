@@ -2,8 +2,8 @@
 
 Invariant: weights and KV are divided by the tensor-parallel degree once and by the pipeline stages once; the other
 needs of an engine are stated here and subtracted before the KV cache gets the rest. vLLM takes `gpu_memory_utilization`
-of the memory that PyTorch reports, and subtracts weights, the peak of a profiling run and captured graphs. Other items
-are fitted to logs: see `_EAGER` and below. `python -m benchmarks.public` compares the sum with logs outside of the fit.
+of the memory that PyTorch reports, and subtracts weights, the peak of a profiling run and captured graphs. What vLLM
+logs of each item, by version, gives the constants; `python -m benchmarks.public` compares the sum with other logs.
 """
 
 from __future__ import annotations
@@ -11,46 +11,70 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from libra.cost.graphs import capture_sizes
 from libra.cost.quantization import AS_STORED, Quantization
+from libra.hardware.latent import LatentAttention
 from libra.hardware.model import ModelSpec
 
 # Tokens of one KV block; the prefix cache keeps whole blocks.
 BLOCK = 16  # vLLM's default on GPUs
 BLOCK_TOKENS = 32  # what vLLM's CPU attention works on
 SAMPLED = 1024  # sequences whose logits are in memory together: vLLM's default `max_num_seqs` on large GPUs
+BATCHED = 8192  # tokens of an iteration: vLLM's default `max_num_batched_tokens` there
 
 _GIB = 2.0**30
-# Bytes of one logit in vLLM's sampler: bf16, fp32, probabilities and the noise that they are drawn with.
-_LOGIT = 2 + 4 + 4 + 4
-# Where the sampler sorts (`Profiling`): bf16, and 42 for fp32, sorted values, indices and what the sort works on. The
-# profiling run of 1,024 sequences on an H100 took 58,928 tokens of opt-125m more when it began to sample (vllm#13594).
-_SORTED = 2 + 42
-# Fitted to five public logs: Llama-3.1-8B on A100-40GB without graphs (KV 157,936 tokens) gives the first constant,
-# Qwen3-14B AWQ on L40S (190,672), Llama-3.3-70B FP8 on H100 (33,504) and Llama-3.1-8B on RTX 3090 (30,960) the second,
-# Llama-3.1-70B on eight A100-40GB (426,639) the third. The 3090's and the last are of versions that sorted logits and
-# counted no graphs (`Profiling`), which is about as much for 256 sequences.
-_EAGER = 0.06 * _GIB  # what PyTorch does not free, without graphs
-_GRAPHS = 0.76 * _GIB  # captured CUDA graphs
-_PEER = 0.16 * _GIB  # buffers of NCCL and of all-reduce, for each further device of the tensor-parallel group
+# Logs of 60 engines on H100 by vLLM 0.19 and of Qwen3-14B by 0.15 to 0.19 (llm-d-planner, accuracy/accuracy_report.md)
+# give the peak of the profiling run, memory outside of PyTorch's and graphs, for 28 models: the peak is that of the
+# sampler, which begins when the layers' activations are freed, and 0.055 GiB in each.
+_REST = 0.055 * _GIB
+# Outside of PyTorch's allocator on one GPU: 1.8 GiB before 0.7 (vllm#10511, and vllm#12126 that made it 0.16), 0.13 to
+# 0.17, 0.25 from 0.18 on. A group adds NCCL's channels, as many in a pair as in eight: over NVLink 1.3 GiB (two H200,
+# 0.10), 1.8 and 1.9 (two and four H100, 0.19), 0.7 (four B200, 0.27), about 1.2 (eight H200, 2026, and eight A100-40GB,
+# 0.10); over PCIe, where they are in the host's memory, 0.1 to 0.25 (L40S, RTX 3090 and 5090).
+_LIBRARIES, _OLD_LIBRARIES, _FIRST_LIBRARIES = 0.25 * _GIB, 0.13 * _GIB, 1.8 * _GIB
+_GROUP, _PCIE_GROUP = 1.3 * _GIB, 0.2 * _GIB
+# Captured graphs, by the estimates of 20 logs: 0.2 to 0.5 GiB for up to 20 graphs, 0.5 to 1.1 for 86 to 102. Layers
+# hardly matter. vLLM counts at least 1 MiB for each.
+_POOL, _GRAPH = 0.2 * _GIB, 6 * 2.0**20
+# Left out: a start that compiles, for which Inductor times kernels, has up to 1 GiB less (an engine of 0.29 that logs
+# its first and second start).
+_COUNTED = 4 + 1 / 8  # bytes for each sequence and token of the vocabulary: a count, and a bit of the prompt
 _CHUNK = 32_768  # tokens that go through fused experts at once: VLLM_FUSED_MOE_CHUNK_SIZE of older vLLM; 0.32 has none
+_CONTEXT_ROWS = 65_536  # tokens of context that latent attention expands at once, of a long model (vLLM's MLA layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """The profiling run of a version of vLLM, in what versions set aside differently."""
+    """The profiling run of a version of vLLM, in what versions set aside differently. Bytes are those of one logit."""
 
-    sorts: bool = False  # the sampler sorts all logits, after the activations are freed: the larger of both counts
-    graphs: bool = True  # captured graphs; before, they went beyond `gpu_memory_utilization`
+    logit: float = 2.0  # while the sampler runs; the newer model runner samples from the model's 16 bits
+    counted: float = _COUNTED  # that stay: how often each token came, for penalties
+    libraries: float = _LIBRARIES  # bytes outside of PyTorch's allocator, on one GPU
+    keeps_workspace: bool = True  # that of experts stays; before, it was freed with the activations
+    graphs: bool = True  # captured graphs are counted; before, they went beyond `gpu_memory_utilization`
 
     @classmethod
     def of(cls, version: str) -> Profiling:
-        """The run of a version such as `0.9.2`. 0.17 has a sampler that does not sort (vllm#33538), and 0.21 counts
-        graphs by default (vllm#38284). Raises ValueError if it is no version."""
+        """The run of a version such as `0.9.2`. Raises ValueError if it is no version.
+
+        Before 0.17 the sampler sorted all logits (vllm#33538): 37.7 bytes in logs of 0.10.2 and 0.15, 35 in one of 0.6
+        (vllm#10511), and 44 by what profiling took from opt-125m when it began to sample (vllm#13594, for 0.8). Until
+        0.29 it had fp32 logits, probabilities and noise. 0.12 has a workspace of its own for experts, and 0.21 counts
+        graphs by default (vllm#38284).
+        """
         found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
         if found is None:
             raise ValueError(f"vllm_version is {version!r}: give it as vLLM does, such as 0.9.2")
         release = (int(found[1]), int(found[2]))
-        return cls(sorts=release < (0, 17), graphs=release >= (0, 21))
+        newer = release >= (0, 29)
+        sorted_ = 44.0 if (0, 8) <= release < (0, 10) else 37.7
+        return cls(
+            logit=sorted_ if release < (0, 17) else cls().logit if newer else 2.0 + 4 + 4 + 4,
+            counted=_COUNTED if newer else 0.0,
+            libraries=(_FIRST_LIBRARIES if release < (0, 7) else _OLD_LIBRARIES if release < (0, 18) else _LIBRARIES),
+            keeps_workspace=release >= (0, 12),
+            graphs=release >= (0, 21),
+        )
 
 
 def kv_tokens(
@@ -68,6 +92,7 @@ def kv_tokens(
     seqs: int = SAMPLED,
     graphs: bool = True,
     context: float | None = None,
+    switched: bool = True,
     profiling: Profiling = Profiling(),
 ) -> int:
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
@@ -88,6 +113,7 @@ def kv_tokens(
         routed=routed,
         seqs=seqs,
         graphs=graphs,
+        switched=switched,
         profiling=profiling,
     )
     free = memory * utilization - taken - held
@@ -105,31 +131,59 @@ def held_bytes(
     routed: bool = True,
     seqs: int = SAMPLED,
     graphs: bool = True,
+    switched: bool = True,
     profiling: Profiling = Profiling(),
 ) -> float:
     """Bytes that an engine needs on each of its devices besides KV.
 
-    As vLLM's profiling run does, it sets aside the activations of one iteration of `batched_tokens` tokens in bf16 (two
-    residual streams, and the gate, up and activated vectors of an MLP), the workspace of experts, and the logits of
-    `seqs` sequences, which every device gathers. Without `routed`, routed experts are on other devices; without
-    `graphs`, nothing is captured.
+    As vLLM's profiling run does, it sets aside the larger of two: the activations of one iteration of `batched_tokens`
+    tokens in bf16 (three vectors of the hidden width, and the gate, up and activated vectors of an MLP), and the logits
+    of `seqs` sequences, which every device gathers, beside two vectors of each token. The workspace of experts comes on
+    top. Without `routed`, routed experts are on other devices; without `graphs`, nothing is captured.
+    `switched` is that of `context_bytes`.
     """
     widest = max(model.intermediate, 0 if model.experts is None else model.experts.shared_intermediate)
-    activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
-    weights = quantization.weight_bytes(model, tp, pp)
+    layers = batched_tokens * 2 * (3 * model.hidden + 3 * widest / tp) + _expanded_context(model, tp)
+    sampled = batched_tokens * 2 * 2 * model.hidden + seqs * model.vocab * profiling.logit
+    weights, workspace = quantization.weight_bytes(model, tp, pp), 0.0
     if routed:
-        activations += expert_workspace(model, batched_tokens, tp)
+        workspace = expert_workspace(model, batched_tokens, tp)
     else:
         weights -= quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
-    peak = activations + seqs * model.vocab * _LOGIT
-    if profiling.sorts:
-        peak = max(activations, 2 * batched_tokens * model.hidden + seqs * model.vocab * _SORTED)
-    return context_bytes(tp, graphs and profiling.graphs) + peak + weights
+    peak = max(layers, sampled) + workspace if profiling.keeps_workspace else max(layers + workspace, sampled)
+    if model.tower:  # what its encoder made of pictures, and the inputs that it is put into
+        peak += batched_tokens * 2 * 2 * model.hidden
+    kept = seqs * model.vocab * profiling.counted
+    beside = context_bytes(tp, graphs, seqs=seqs, batched_tokens=batched_tokens, switched=switched, profiling=profiling)
+    return beside + peak + kept + weights
 
 
-def context_bytes(tp: int = 1, graphs: bool = True) -> float:
-    """Bytes of a device that do not depend on the model: graphs, and buffers of a group of `tp` devices."""
-    return _EAGER + (_GRAPHS if graphs else 0.0) + (tp - 1) * _PEER
+def context_bytes(
+    tp: int = 1,
+    graphs: bool = True,
+    *,
+    seqs: int = SAMPLED,
+    batched_tokens: int = BATCHED,
+    switched: bool = True,
+    profiling: Profiling = Profiling(),
+) -> float:
+    """Bytes of a device that do not depend on the model: libraries, captured graphs, and buffers of a group of `tp`
+    devices. `switched` says whether their link is faster than PCIe (`GPU.switched`)."""
+    held = _REST + profiling.libraries
+    if tp > 1:
+        held += _GROUP if switched else _PCIE_GROUP
+    if graphs and profiling.graphs:
+        sizes = capture_sizes(seqs, batched_tokens)
+        held += _POOL + _GRAPH * (len(sizes) + sum(size <= seqs for size in sizes))
+    return held
+
+
+def _expanded_context(model: ModelSpec, tp: int) -> float:
+    """Bytes of keys and values that latent attention expands from its context at once; where an indexer chooses keys,
+    none are expanded."""
+    latent = [it.mixer for it in model.kinds if isinstance(it.mixer, LatentAttention)]
+    widths = [it.heads * (it.nope_dim + it.value_dim) for it in latent if it.indexer is None and not it.topk]
+    return 2 * _CONTEXT_ROWS * max(widths, default=0) / tp
 
 
 def expert_workspace(model: ModelSpec, tokens: float, tp: int = 1) -> float:

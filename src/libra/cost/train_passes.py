@@ -108,6 +108,7 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     # Gather and scatter, around attention and around the MLP.
     per_layer = np.where(tp > 1, 2 * mean_of(model, lambda kind: float(kind.parts)) * whole, 0.0)
     per_sparse, sparse = np.zeros(len(table)), sum(count for kind, count in kinds if kind.experts)
+    products = layers * per_layer  # what of it is around products that every token takes
     if model.experts:
         width = model.experts.width(model.hidden)
         copies = micro * model.experts.active * width * value
@@ -119,6 +120,7 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
         gathered = np.where(table.whole == 1, shared, 2 * all_gather_seconds(copies, group, fabric))
         beside = np.where(tp > 1, 2 * whole + gathered, 0.0)
         per_sparse = np.where(table.ep > 1, 2 * moved, 0.0) + beside - per_layer
+        products = products + sparse * (np.where(tp > 1, 2 * whole + shared, 0.0) - per_layer)
     next_stage = table.tp * table.cp * table.dp
     to_next = point_to_point_seconds(micro * model.hidden * value / tp, next_stage, fabric)
     sent = np.where(table.pp > 1, table.virtual * to_next, 0.0)
@@ -131,6 +133,11 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     ring_backward = np.maximum(0.0, 2 * passed - HIDDEN * backward_attention)
     again_exchange = np.where(table.recompute == _FULL, layers_exchange - counts * sent + ring_forward, 0.0)
     exchange_forward, exchange_backward = layers_exchange + ring_forward, layers_exchange + ring_backward
+    if state.trained == 1:
+        # Backward, only the gradient of a part's output is gathered before its products. Its input is gathered again
+        # behind the first of them, and the input's gradient scattered behind the second, that of the weights
+        # (Megatron-LM, core/tensor_parallel/layers.py).
+        exchange_backward = exchange_backward - np.minimum(counts * products / 2, HIDDEN * 2 * forward)
     forward, backward = forward + launches, (1 + state.trained) * (forward + launches)
     host = counts * sparse * EXPERT_HOST
     waits = np.maximum(0.0, host - forward - attention - exchange_forward)

@@ -82,6 +82,7 @@ _H20_3E = replace(
 _B200 = GPU(
     name="B200",
     memory=183_359 * _MIB,
+    visible=178.35 * _GIB,
     bandwidth=7.7e12,
     flops=2.25e15,
     link=900e9,
@@ -91,12 +92,14 @@ _B300 = replace(
     _B200,
     name="B300",
     memory=275_040 * _MIB,
+    visible=None,
     bandwidth=7.75e12,
     source="NVIDIA HGX B300 data sheet (2025): 288 GB HBM3e, 62 TB/s and 18 PFLOP/s bf16 of eight, NVLink 5 1.8 TB/s",
 )
 _GB200 = GPU(
     name="GB200",
     memory=189_471 * _MIB,
+    visible=184.3 * _GIB,
     bandwidth=8.0e12,
     flops=2.5e15,
     link=900e9,
@@ -106,6 +109,7 @@ _GB300 = replace(
     _GB200,
     name="GB300",
     memory=284_208 * _MIB,
+    visible=276.6 * _GIB,
     source="NVIDIA GB300 NVL72 data sheet (2025), of one of 72 GPUs: 288 GB HBM3e, 8 TB/s, 2.5 PFLOP/s bf16, NVLink 5",
 )
 _L4 = GPU(
@@ -128,6 +132,7 @@ _L40S = GPU(
 _RTX_3090 = GPU(
     name="RTX 3090",
     memory=24_576 * _MIB,
+    visible=23.57 * _GIB,
     bandwidth=936e9,
     flops=71e12,
     link=32e9,
@@ -145,6 +150,7 @@ _RTX_4090 = GPU(
 _RTX_PRO_6000 = GPU(
     name="RTX PRO 6000",
     memory=97_887 * _MIB,
+    visible=94.97 * _GIB,
     bandwidth=1.792e12,
     flops=503.8e12,
     link=64e9,

@@ -150,7 +150,7 @@ def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: 
     """Tokens of KV that serving leaves inside its envelope, which counts its contexts and waiting prompts."""
     tp, inside = lender.devices, certificate.envelope
     # Certificates do not record a quantisation: serving is assumed to have none.
-    serving = held_bytes(lender.model, tp, batched_tokens=recipe.max_batched_tokens)
+    serving = held_bytes(lender.model, tp, batched_tokens=recipe.max_batched_tokens, switched=nodes.gpu.switched)
     reserve = (inside.context + inside.queued) * AS_STORED.kv_bytes_per_token(lender.model, tp)
     return engine_kv_tokens(model, nodes, recipe, tp, serving + reserve)
 

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from libra.live.pace import Pace
 from libra.live.server import LiveServer
 from libra.live.trajectories import ToldReturn, Trajectories
+from libra.live.work import HeldTurn, Took
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
 from libra.trajectory import ToolStatus, Trajectory
@@ -29,7 +31,8 @@ class _Told:
     task: str = ""
     turn: TurnRequest | None = None  # the one that is not answered yet
     returned: ToldReturn | None = None  # since the last answer
-    held: list[tuple[LiveServer, int]] = field(default_factory=list)  # servers, and tokens there
+    held: list[tuple[LiveServer, HeldTurn]] = field(default_factory=list)  # turns that are not released
+    released: tuple[LiveServer, Took] | None = None  # the latest, until its answer is known
 
 
 class SessionRouter:
@@ -51,6 +54,7 @@ class SessionRouter:
         self._capacity, self._turn_tokens = capacity_tokens, turn_tokens
         self._idle_seconds, self._clock = idle_seconds, clock
         self._servers: dict[str, LiveServer] = {}
+        self._pace = Pace()  # of all servers
         self._live = Trajectories()
         self._told: dict[str, _Told] = {}
         self._expire_at = clock() + _EXPIRE_SECONDS
@@ -77,7 +81,8 @@ class SessionRouter:
     def add(self, ids: Iterable[str]) -> None:
         """Put servers into service. A present one is left unchanged."""
         for id in ids:
-            self._servers.setdefault(id, LiveServer(id, 0, self._capacity))
+            if id not in self._servers:
+                self._servers[id] = LiveServer(id, 0, self._capacity, Pace(like=self._pace), self._clock)
         self._refresh()
 
     def remove(self, ids: Iterable[str]) -> None:
@@ -112,8 +117,7 @@ class SessionRouter:
         self._live.placed(turn)
         chosen = self._fleet.loads(0).least[0, False][1].id if placed is None else placed.instance
         server = self._servers[chosen]
-        server.load_tokens += context
-        told.held.append((server, context))
+        told.held.append((server, server.begun(context)))
         return server.id
 
     def release(self, server: str, id: str) -> None:
@@ -121,9 +125,9 @@ class SessionRouter:
         if (told := self._told.get(id)) is None:
             return
         told.touched = self._clock()
-        for index, (at, tokens) in enumerate(told.held):
+        for index, (at, held) in enumerate(told.held):
             if at.id == server:
-                at.load_tokens -= tokens
+                told.released = at, at.ended(held)
                 del told.held[index]
                 return
 
@@ -138,6 +142,9 @@ class SessionRouter:
         if told is not None and told.turn is not None:
             self._live.answered(told.turn, context, generated, self._clock())
             told.turn = None
+            if told.released is not None:
+                (server, took), told.released = told.released, None
+                server.pace.observe(generated, took.seconds, took.load_tokens)
 
     def returned(self, id: str, tool: str, status: ToolStatus) -> None:
         """A tool has returned, after the last answer. The next turn's context tells how many tokens."""
@@ -169,8 +176,8 @@ class SessionRouter:
     def _drop(self, id: str) -> None:
         self._live.forget(id)
         told = self._told.pop(id, None)
-        for server, tokens in () if told is None else told.held:
-            server.load_tokens -= tokens
+        for server, held in () if told is None else told.held:
+            server.ended(held)
 
     def _expire(self, now: float) -> None:
         """Forget trajectories that have long had no turn, including those whose caller reports no ends."""

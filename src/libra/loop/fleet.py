@@ -17,6 +17,7 @@ from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.exec.protocols import PoolObserver, WorkerFailedError
+from libra.live.pace import Pace
 from libra.plan.allocation import Allocation
 from libra.route.policy import InstanceView, Policy, View
 
@@ -38,6 +39,8 @@ class ServingFleet:
         self.handover = handover
         self._allocation = allocation
         self._instances: dict[str, ServingEngine] = {}
+        self._pace = Pace()  # of all engines
+        self._paces: dict[str, Pace] = {}  # of the engines of a shape
         self._changed = asyncio.Event()
 
     @property
@@ -72,7 +75,8 @@ class ServingFleet:
                     name,
                     buckets[entry.shape],
                     entry.capacity_tokens,
-                    entry.handle.load_tokens,
+                    entry.handle.work.load_tokens,
+                    entry.handle.work.token_seconds,
                     recall_rate=entry.handle.recall_rate,
                 )
                 for name, entry in self._instances.items()
@@ -84,6 +88,7 @@ class ServingFleet:
 
     def add(self, instance: ServingEngine) -> None:
         self._instances[instance.handle.name] = instance
+        instance.handle.work.pace.like = self._paces.setdefault(instance.shape, Pace(like=self._pace))
         self._announce()
 
     def remove(self, name: str) -> ServingEngine | None:

@@ -76,7 +76,12 @@ def _engine(request: ClusterRequest, group: DeviceGroup) -> DeviceMemory:
     recipe, nodes, model = request.recipe, request.cluster.node_class(group.pool), request.model
     quantization, tp = rollout_quantization(recipe), group.devices
     weights = quantization.weight_bytes(model, tp)
-    held = held_bytes(model, tp, batched_tokens=recipe.max_batched_tokens, quantization=quantization)
+    held = held_bytes(
+        *(model, tp),
+        batched_tokens=recipe.max_batched_tokens,
+        quantization=quantization,
+        switched=nodes.gpu.switched,
+    )
     token = quantization.kv_bytes_per_token(model, tp, context=recipe.max_length)
     kv = engine_kv_tokens(model, nodes, recipe, tp) * token
     parts = {"weights": weights, "KV cache": kv, "activations": held - weights}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Annotated, Any, Literal
 
@@ -60,6 +60,7 @@ class Plan:
     loans: tuple[Loan, ...]  # lent engines that the plan uses
     simulated: RehearsedStep | None  # None: the step is only predicted
     finalists: tuple[Finalist, ...]  # plans that were compared by simulation, this one first
+    cut_short: float | None = field(default=None, kw_only=True)  # seconds when their comparison ended undecided
     request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT
 

@@ -236,8 +236,12 @@ class SimulationProgress:
         self._pace = REFRESH_SECONDS if live else LOG_SECONDS
         self._clock = clock
         self._due = clock() + (FIRST_SECONDS if live else LOG_SECONDS)
-        self._remaining = RemainingTime()
-        self._remaining.observe(0, 0, clock())
+        self.begin()
+
+    def begin(self, *, estimated: bool = False, uneven: bool = False) -> None:
+        """Measure the pace of steps from now on. The arguments are those of `RemainingTime`."""
+        self._remaining = RemainingTime(estimated=estimated, uneven=uneven)
+        self._remaining.observe(0, 0, self._clock())
 
     def __call__(self, moment: Elapsed) -> None:
         now = self._clock()

@@ -32,10 +32,12 @@ SURPRISE = 0.10  # relative difference of simulated and predicted step that is s
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Split, step, tokens a second, cost, training, memory and engines on several nodes, a sentence each."""
+    """Split, step, a comparison without a decision, tokens a second, cost, training, memory and engines on several
+    nodes, a sentence each."""
     return (
         _split(plan),
         _step(plan),
+        *_cut_short(plan),
         _pace(plan),
         *_cost(plan),
         *_training(plan),
@@ -66,7 +68,8 @@ def step_words(step: RehearsedStep) -> str:
 
 
 def finalist_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
-    """(plan, predicted, simulated, slower) of each plan that was compared by simulation, the chosen one first."""
+    """(plan, predicted, simulated, slower) of each plan that was compared by simulation, the chosen one first. One that
+    was left out after few steps has their number beside `slower`, instead of an interval."""
     return tuple(
         (f"{finalist.kind}: {roles_of(finalist.allocation)}", *_figures(finalist, chosen=not place))
         for place, finalist in enumerate(plan.finalists)
@@ -103,8 +106,9 @@ def _figures(finalist: Finalist, *, chosen: bool) -> tuple[str, str, str]:
     slower = "not simulated"
     if chosen:
         slower = "chosen"
-    elif finalist.slower is not None:
-        error = "" if finalist.slower_error is None else f" ± {duration(finalist.slower_error)}"
+    elif finalist.slower is not None and simulated is not None:
+        few = f" ({plural(simulated.steps, 'step')}: no interval)"
+        error = few if finalist.slower_error is None else f" ± {duration(finalist.slower_error)}"
         slower = signed_duration(finalist.slower) + error
     return duration(finalist.predicted), "-" if simulated is None else duration(simulated.seconds), slower
 
@@ -133,6 +137,16 @@ def _step(plan: Plan) -> str:
     return (
         f"A step takes {step_words(simulated)} in simulation under {simulated.router} ({simulated.steps} steps, seed"
         f" {simulated.seed}); predicted {predicted}."
+    )
+
+
+def _cut_short(plan: Plan) -> tuple[str, ...]:
+    if plan.cut_short is None:
+        return ()
+    steps = ", ".join(str(0 if it.simulated is None else it.simulated.steps) for it in plan.finalists)
+    return (
+        f"The comparison with others was cut short at {duration(plan.cut_short)}, before it was decided (steps of the"
+        f" finalists: {steps}). With --simulate-for inf it continues until it is decided.",
     )
 
 

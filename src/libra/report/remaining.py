@@ -5,21 +5,32 @@ from __future__ import annotations
 from collections import deque
 
 _RECENT = 20  # steps that the pace is the mean of: a run that becomes slower is followed, one slow step is not
+_FALLS = 0.1  # share of an estimated total by which it may fall and count as known
+_HOLDS = 0.1  # share of it that is done meanwhile
 
 
 class RemainingTime:
-    """Estimates when `total` steps are done. It has no clock: moments are seconds that the caller gives."""
+    """Estimates when `total` steps are done. It has no clock: moments are seconds that the caller gives.
 
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
+    `estimated`: totals are estimates that begin too high; the time is unknown until one has held for a while. `uneven`:
+    steps take very different times, in no order, so the pace is the mean of all.
+    """
+
+    def __init__(self, *, estimated: bool = False, uneven: bool = False) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=None if uneven else _RECENT + 1)
+        self._estimated = estimated
+        self._most, self._fell = 0, 0  # the highest total since the last one that fell, and steps done by then
 
     def observe(self, done: int, total: int, now: float) -> float | None:
-        """Seconds that the remaining steps need when `done` are done at `now`; None before two moments are known."""
+        """Seconds that the remaining steps need when `done` are done at `now`; None: unknown, as before two moments."""
         if self._seen and done < self._seen[-1][0]:
             self._seen.clear()  # another series begins
         if not self._seen or done > self._seen[-1][0]:
             self._seen.append((done, now))
+        if total < (1 - _FALLS) * self._most:
+            self._most, self._fell = total, done
+        self._most = max(self._most, total)
         first, began = self._seen[0]
-        if done == first:
+        if done == first or (self._estimated and done - self._fell < _HOLDS * total):
             return None
         return (now - began) / (done - first) * max(0, total - done)

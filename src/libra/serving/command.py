@@ -116,8 +116,6 @@ def search(
             _mix(question, ServingMenu(file), processes, output, as_json, notes)
             return
         found = _found(question, ServingMenu(file), processes)
-        if found.told and (caution := found.caution()) is not None:
-            notes.append(caution)
         text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
         if output is not None:
             write_text(output, text)
@@ -126,13 +124,12 @@ def search(
             from libra.serving.search_page import search_page
 
             write_text(report, search_page(found, f"Serving {found.question.model.name}", files))
-    except KeyboardInterrupt:
-        typer.echo("libra: interrupted", err=True)
-        raise typer.Exit(130) from None
     except InfeasiblePlanError as error:
         infeasible(error, "nothing found")
     except (ValueError, OSError) as error:
         bad_input(of_option(error, ("--rate", "--gpus", "--budget")))
+    if found.told and (caution := found.caution()) is not None:
+        tell_notes([caution], err=as_json)  # before the figures that it is about
     if as_json:
         typer.echo(text, nl=False)
     else:
@@ -168,6 +165,8 @@ def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnsw
     with SimulationProgress(sys.stderr) as shown:
 
         def tell(moment: Progress) -> None:
+            if not moment.tried:
+                shown.begin(estimated=True)
             best = "" if moment.best is None else f"; best: {moment.best.candidate}"
             done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
             shown.tell(done + shown.left(moment.tried, moment.tried + moment.due) + best)
@@ -198,7 +197,13 @@ def _mix(
 
     try:
         with SimulationProgress(sys.stderr) as shown:
-            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=shown.tell)
+
+            def tell(words: str, done: int, total: int) -> None:
+                if not done:
+                    shown.begin(uneven=True)
+                shown.tell(words + shown.left(done, total))
+
+            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=tell)
     except NoMixError as error:
         infeasible(error, "nothing found")
     text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"

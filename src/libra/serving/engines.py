@@ -76,6 +76,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         routed=shape.apart is None and shape.parallel is None,
         seqs=shape.max_num_seqs,
         context=question.longest,
+        switched=nodes.gpu.switched,
     )
     if shape.apart is not None:
         _require_ffn_memory(question, shape, shape.apart)

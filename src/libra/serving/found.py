@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
+from libra.report.words import per_second
 from libra.serving.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival
 from libra.serving.bound import Bounds
 from libra.serving.candidate import ServingCandidate
@@ -60,7 +61,8 @@ class Found:
         self._tried = 0
 
     def waves(self) -> Iterator[list[Asking]]:
-        """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds."""
+        """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds. Tells
+        progress before the first one."""
         question = self.question
         left = self._left
         for candidate, bound in self.bounded.items():
@@ -68,10 +70,11 @@ class Found:
             if bound.rate < (wanted or rate_of(LOWEST)):
                 why = bound.reason
                 if bound.rate and wanted is not None:
-                    why = f"at most {bound.rate:.3g} requests/s ({bound.reason})"
+                    why = f"at most {per_second(bound.rate)} ({bound.reason})"
                 self._reject(candidate, "bound", why)
             else:
                 left.append(candidate)
+        self._tell()
         while left:
             # Rivals come before those that they may beat.
             left.sort(key=self._order)
@@ -229,11 +232,15 @@ class Found:
             else:
                 self._reject(candidate, "simulation", f"misses {held.missed}")
         self.front, _ = pareto(self.points)
-        if self.progress is not None:
-            simulated_now = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
-            out = len(self.reasons) + len(self.points) - simulated_now
-            best = self.front[0] if self.front else None
-            self.progress(Progress(len(self.bounded), out, simulated_now, best, self._tried, self._due()))
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.progress is None:
+            return
+        simulated = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
+        out = len(self.reasons) + len(self.points) - simulated
+        best = self.front[0] if self.front else None
+        self.progress(Progress(len(self.bounded), out, simulated, best, self._tried, self._due()))
 
     def answer(self, candidates: Sequence[ServingCandidate]) -> SizingAnswer:
         front, beaten = pareto(self.points)

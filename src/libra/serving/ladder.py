@@ -7,14 +7,10 @@ serves the record once at it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf, log2
-from multiprocessing import get_context
-from typing import Any, TypeVar
 
 from libra.serving.candidate import ServingCandidate
 from libra.serving.question import BRIEF, LASTING, SizingQuestion
@@ -126,31 +122,3 @@ class Asking:
     first: str | None = None  # the draw that is probably the hardest to serve
     sure: bool = False  # whether it probably serves the other draws, too; otherwise short runs tell
     rivals: tuple[Rival, ...] = ()  # a candidate that is no faster than one of them is of no interest
-
-
-T = TypeVar("T")
-_Find = Callable[[SizingQuestion, Asking], T]
-
-
-@contextmanager
-def simulator(
-    question: SizingQuestion, jobs: int, find: _Find[T]
-) -> Iterator[Callable[[Sequence[Asking]], Iterable[tuple[Asking, T]]]]:
-    """Yield a function that maps `find` over candidates, in their order, in `jobs` processes."""
-    if jobs <= 1:
-        yield lambda wave: ((one, find(question, one)) for one in wave)
-        return
-    with ProcessPoolExecutor(jobs, get_context("fork"), _remember, (question, find)) as pool:
-        yield lambda wave: pool.map(_found, wave)
-
-
-_asked: list[tuple[SizingQuestion, _Find[Any]]] = []  # in a process of the pool
-
-
-def _remember(question: SizingQuestion, find: _Find[Any]) -> None:
-    _asked[:] = [(question, find)]
-
-
-def _found(one: Asking) -> tuple[Asking, Any]:
-    question, find = _asked[0]
-    return one, find(question, one)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from time import process_time
 from typing import Any
 
+from libra.choose.forked import mapping
 from libra.cost.quantization import AS_STORED
 from libra.cost.transfer import fabric
 from libra.route.baselines import LeastLoaded
@@ -19,7 +21,7 @@ from libra.route.policy import Instance
 from libra.serving.answer import bottleneck
 from libra.serving.bound import Bounds, refuse_impossible
 from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.serving.ladder import Asking, lasting_rate, repeated, simulator
+from libra.serving.ladder import Asking, lasting_rate, repeated
 from libra.serving.menu import ServingMenu, refuse_empty, refuse_too_dear
 from libra.serving.mix_problem import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.serving.objective import Objective
@@ -30,6 +32,9 @@ _AMPLE = 16  # engines of the other role, while one engine's rate is measured
 _BOUNDED = 4_000  # least number of requests in bounds on the rate of one engine
 _ARRIVALS = 20_000  # least number of requests in the simulation of a plan
 _PLANS = 40  # simulated plans after which the search gives up
+_GOLDEN = 0.618034  # its multiples, without their whole parts, spread evenly
+
+Tell = Callable[[str, int, int], None]  # a message, and how many of how many steps are done; 0 of 0: unknown
 
 
 class NoMixError(ValueError):
@@ -91,7 +96,7 @@ def plan_mix(
     *,
     jobs: int = 1,
     note: Callable[[str], None] = lambda _: None,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Tell = lambda *_: None,
 ) -> ServingMix:
     """The cheapest mix that serves the question's rate; `tell` gets progress messages.
 
@@ -120,7 +125,7 @@ def plan_mix(
                 if count
             )
         )
-        tell(f"simulating plan {len(missed) + 1}: {candidate}")
+        tell(f"simulating plan {len(missed) + 1}: {candidate}", 0, 0)
         tried = trial(question, candidate, rate, requests=records, routes=_routes(candidate, options, shapes))
         if tried.passed:
             return ServingMix(question, candidate, options, plan, tried, tuple(missed), seconds)
@@ -133,7 +138,7 @@ def plan_mix(
 
 
 def single_engines(
-    question: SizingQuestion, menu: ServingMenu, jobs: int = 1, tell: Callable[[str], None] = lambda _: None
+    question: SizingQuestion, menu: ServingMenu, jobs: int = 1, tell: Tell = lambda *_: None
 ) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
     """The lasting rate of one engine of each shape in each role, simulated with ample engines of the other role.
 
@@ -178,30 +183,40 @@ def single_engines(
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
     kv = tokens * AS_STORED.kv_bytes_per_token(question.model, context=question.longest)
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
-    with simulator(alone, jobs, _served) as simulate:
-        for done, (single, served) in enumerate(simulate(asking), start=1):
-            tell(f"{done} of {len(asking)} single engines simulated")
-            if served is None:
-                continue
-            role, shape = asked[single.candidate]
-            pool = next(it for it in single.candidate.pools if it.shape == shape and it.role == role)
-            option = ServingOption(
-                f"{role} {shape}",
-                pool.role,
-                shape.nodes,
-                shape.devices,
-                question.cost(ServingCandidate((replace(pool, count=1),))),
-                served.rate,
-                0.0 if role == "colocated" else slowest * shape.devices / kv,
-            )
-            alike = role, replace(shape, kv_tiers=())
-            worth = option.rate, -len(shape.kv_tiers)
-            if alike not in found or worth > (found[alike][0].rate, -len(found[alike][1].kv_tiers)):
-                found[alike] = option, shape
+    for candidate, served in _served(alone, asking, jobs, tell).items():
+        role, shape = asked[candidate]
+        pool = next(it for it in candidate.pools if it.shape == shape and it.role == role)
+        option = ServingOption(
+            f"{role} {shape}",
+            pool.role,
+            shape.nodes,
+            shape.devices,
+            question.cost(ServingCandidate((replace(pool, count=1),))),
+            served.rate,
+            0.0 if role == "colocated" else slowest * shape.devices / kv,
+        )
+        alike = role, replace(shape, kv_tiers=())
+        worth = option.rate, -len(shape.kv_tiers)
+        if alike not in found or worth > (found[alike][0].rate, -len(found[alike][1].kv_tiers)):
+            found[alike] = option, shape
     return tuple(option for option, _ in found.values()), tuple(shape for _, shape in found.values())
 
 
-def _served(question: SizingQuestion, asking: Asking) -> Trial | None:
+def _served(question: SizingQuestion, asking: Sequence[Asking], jobs: int, tell: Tell) -> dict[ServingCandidate, Trial]:
+    """The lasting rates of those that serve any."""
+    # Engines that take long are neighbours in the menu: spread, the first ones tell the time of all.
+    spread = [it for _, it in sorted(enumerate(asking), key=lambda it: it[0] * _GOLDEN % 1)]
+    tell(f"0 of {len(asking)} single engines simulated", 0, len(asking))
+    found = {}
+    with mapping(partial(_lasting, question), jobs) as simulate:
+        for done, (asked, served) in enumerate(zip(spread, simulate(spread), strict=True), start=1):
+            tell(f"{done} of {len(asking)} single engines simulated", done, len(asking))
+            if served is not None:
+                found[asked.candidate] = served
+    return {it.candidate: found[it.candidate] for it in asking if it.candidate in found}
+
+
+def _lasting(question: SizingQuestion, asking: Asking) -> Trial | None:
     return lasting_rate(question, asking.candidate, asking.bound)
 
 

@@ -140,6 +140,7 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = _SECONDS
+    solver.parameters.catch_sigint_signal = False  # it would end the solver alone, not the command
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise InfeasiblePlanError(_conflict(problem))

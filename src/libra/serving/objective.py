@@ -50,6 +50,11 @@ class Objective:
         percent = PERCENTS.get(self.statistic)
         return None if percent is None else requests + -percent * requests // 100
 
+    @property
+    def fewest(self) -> int:
+        """The fewest requests of which one may exceed the limit; 1 for a mean."""
+        return -(-100 // (100 - PERCENTS.get(self.statistic, 0)))
+
     def value(self, seconds: Sequence[float] | NDArray[np.float64]) -> float:
         """The statistic of `seconds`; infinite if a value that it depends on is."""
         percent = PERCENTS.get(self.statistic)

@@ -7,8 +7,10 @@ of `pools` and `idle`, simulating all candidates would give the same Pareto set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from libra.choose.forked import mapping
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.cost.unmeasured import unmeasured
@@ -20,7 +22,6 @@ from libra.serving.answer import SizingAnswer
 from libra.serving.bound import Bounds, refuse_impossible
 from libra.serving.found import Found, Progress
 from libra.serving.holding import held_rate
-from libra.serving.ladder import simulator
 from libra.serving.menu import DEFAULT, MenuFile, ServingMenu, load_menu, refuse_empty
 from libra.serving.objective import Objective, parse_objectives
 from libra.serving.question import Drafter, Origin, SizingQuestion
@@ -125,8 +126,8 @@ def answer(
         refuse_empty(question, menu)
     bounds = Bounds(question)
     refuse_impossible(question, bounds, candidates)
-    with simulator(question, jobs, held_rate) as simulate:
+    with mapping(partial(held_rate, question), jobs) as simulate:
         found = Found(question, bounds, candidates, progress)
         for wave in found.waves():
-            found.take(simulate(wave))
+            found.take(zip(wave, simulate(wave), strict=True))
         return found.answer(candidates)

@@ -100,6 +100,7 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
             routed=routed,
             seqs=seqs,
             graphs=graphs,
+            switched=engine.gpu.switched,
             profiling=engine.profiling,
         )
         return grouped.blocks(max(0.0, memory * share - held - weights) / (1 + more))
@@ -117,6 +118,7 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
         seqs=seqs,
         graphs=graphs,
         context=engine.longest,
+        switched=engine.gpu.switched,
         profiling=engine.profiling,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself

@@ -223,10 +223,10 @@ async def test_a_turn_gets_its_own_pieces_as_they_come(engine: Engine) -> None:
     handle, far, _ = engine
     first, second = made(handle, request("a", tokens=4)), made(handle, request("b", tokens=6))
     assert [await far.receive(), await far.receive()] == [request("a", tokens=4), request("b", tokens=6)]
-    assert (handle.running, handle.load_tokens) == (2, 10)
+    assert (handle.running, handle.work.load_tokens) == (2, 10)
     far.send(generated(piece("a", 3), piece("b", 7, 9), ended=["b"], busy=0.5, iterations=3, tokens=3, prefilled=10))
     assert await second == [piece("b", 7, 9)]
-    assert (handle.running, handle.load_tokens) == (1, 4)
+    assert (handle.running, handle.work.load_tokens) == (1, 4)
     far.send(
         generated(
             piece("a", 4),
@@ -240,7 +240,7 @@ async def test_a_turn_gets_its_own_pieces_as_they_come(engine: Engine) -> None:
         )
     )
     assert await first == [piece("a", 3), piece("a", 4), piece("a", 9, version=1)]
-    assert (handle.running, handle.load_tokens) == (0, 0)
+    assert (handle.running, handle.work.load_tokens) == (0, 0)
     # Counters are the engine's own sums, not added up here; finished turns are counted as they come.
     assert (handle.busy_seconds, handle.iterations) == (0.75, 5)
     assert (handle.generated_tokens, handle.prefilled_tokens, handle.finished_turns) == (6, 10, 3)
@@ -279,7 +279,7 @@ async def test_a_turn_that_nobody_waits_for_is_interrupted(engine: Engine) -> No
     with pytest.raises(asyncio.CancelledError):
         await turn
     assert await far.receive() == Interrupt("a")
-    assert (handle.running, handle.load_tokens) == (0, 0)
+    assert (handle.running, handle.work.load_tokens) == (0, 0)
     far.send(whole("a", 9))  # it had ended already
     other = made(handle, request("b"))
     await far.receive()
@@ -319,7 +319,7 @@ async def test_a_lost_worker_fails_everyone_who_waits_for_it(engine: Engine, las
         far.close()
     outcomes = await asyncio.gather(first, second, asked, queued, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [WorkerLostError] * 4
-    assert (handle.lost, handle.running, handle.load_tokens) == (True, 0, 0)
+    assert (handle.lost, handle.running, handle.work.load_tokens) == (True, 0, 0)
     for late in (made(handle, request("c")), handle.ask(Publish(3, 1), Published)):
         with pytest.raises(WorkerLostError, match="engine is gone"):
             await late

@@ -225,13 +225,13 @@ def test_reasons_of_one_kind_differ_in_numbers_and_layouts_alone() -> None:
         Rejected("a", "does not fit", "at dp 24 it needs 338.3 GB; the largest item is logits"),
         Rejected("b", "does not divide", "a replica has 64 devices; there are 48"),
         Rejected("c", "does not divide", "a replica has 128 devices; there are 48"),
-        Rejected("d", "slower", "slower, by 2.5% at least, than tp1 dp* full-recompute, on 8 devices"),
+        Rejected("d", "slower", "slower, by 2.5 % at least, than tp1 dp* full-recompute, on 8 devices"),
     ]
     kinds = by_kind(rejected)
     assert [(kind.kind, [name for name, _ in kind.options]) for kind in kinds] == [
         ("a replica has … devices", ["b", "c"]),
         ("at dp … it needs … GB", ["a"]),
-        ("slower, by … at least, than …, on … devices", ["d"]),
+        ("slower, by … % at least, than …, on … devices", ["d"]),
     ]
     assert sorted(option for kind in kinds for option in kind.options) == [(it.name, it.reason) for it in rejected]
     problem = one_shape((9.0, 3.0), (1.0, 1.0))

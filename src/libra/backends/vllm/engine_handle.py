@@ -31,6 +31,8 @@ from libra.backends.transport.engine_messages import (
 )
 from libra.exec.background import background
 from libra.exec.protocols import WorkerLostError
+from libra.live.pace import Pace
+from libra.live.work import LiveWork
 
 # An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
 # most seconds; one that is silent at all looks, so far apart, hangs, or is too slow to wait for.
@@ -39,13 +41,14 @@ LOOK_SECONDS = 1.0
 Answer = TypeVar("Answer", Saved, Fetched)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Turn:
     """A turn that the engine has to make."""
 
     ended: asyncio.Future[None]
     take: Callable[[Piece], None]
     size: int  # tokens of its context
+    generated: int = 0  # tokens, so far
 
 
 class EngineHandle(Handle):
@@ -74,7 +77,7 @@ class EngineHandle(Handle):
         self.generated_tokens = 0
         self.finished_turns = 0
         self.version = -1
-        self.load_tokens = 0  # context tokens of the requests it holds
+        self.work = LiveWork(Pace())
         super().__init__(link, on_lost)
         self._watcher = background(self._watch(), f"watch {link.name}")
 
@@ -106,16 +109,17 @@ class EngineHandle(Handle):
             raise WorkerLostError(f"engine {self.name} is gone")
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         size = len(request.tokens)
-        self._turns[request.id] = _Turn(ended, take, size)
-        self.load_tokens += size
+        turn = self._turns[request.id] = _Turn(ended, take, size)
+        held = self.work.begun(size)
         self._channel.send(request)
         try:
             await ended
         finally:
             del self._turns[request.id]
-            self.load_tokens -= size
+            took = self.work.ended(held)
             if ended.cancelled():
                 self.interrupt(request.id)
+        self.work.pace.observe(turn.generated, took.seconds, took.load_tokens)
 
     def interrupt(self, turn: str) -> None:
         """Stop a turn now; `generate` returns once its last tokens have arrived."""
@@ -125,11 +129,11 @@ class EngineHandle(Handle):
     @contextmanager
     def expecting(self, tokens: int) -> Iterator[None]:
         """Count a request of this size, in flight to the engine, as one that it holds."""
-        self.load_tokens += tokens
+        self.work.load_tokens += tokens
         try:
             yield
         finally:
-            self.load_tokens -= tokens
+            self.work.load_tokens -= tokens
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
         """Have KV saved for another engine; None if the engine is lost first."""
@@ -199,6 +203,7 @@ class EngineHandle(Handle):
         for piece in message.pieces:
             turn = self._turns.get(piece.turn)
             if turn is not None:
+                turn.generated += len(piece.tokens)
                 turn.take(piece)
         for id in message.ended:
             turn = self._turns.get(id)

@@ -158,7 +158,7 @@ def _fused_rates(gpu: GPU, flops: float) -> TrainingRates:
         attention=attention * flops,
         experts=_EXPERTS * ceiling * flops,
         bandwidth=_MEMORY * gpu.bandwidth,
-        source=f"{gpu.name}: {training.origin}, {ceiling:.0%} of {flops:.3g} FLOP/s",
+        source=f"{gpu.name}: {training.origin}, {100 * ceiling:.0f} % of {flops:.3g} FLOP/s",
     )
 
 
@@ -181,7 +181,7 @@ def _fp8_rates(gpu: GPU) -> TrainingRates:
         experts=_EXPERTS * linear,
         head=wide.linear,
         casts=_CAST,
-        source=f"{gpu.name}: {record.training.origin}, {record.training.fp8:.0%} of {flops:.3g} FLOP/s in FP8",
+        source=f"{gpu.name}: {record.training.origin}, {100 * record.training.fp8:.0f} % of {flops:.3g} FLOP/s in FP8",
     )
 
 
@@ -193,7 +193,7 @@ def _eager_rates(gpu: GPU, flops: float, fused: TrainingRates) -> TrainingRates:
         attention=record_of(gpu).training.attention * flops,
         experts=_EAGER_EXPERTS * _EAGER * flops,
         bandwidth=_EAGER_MEMORY * gpu.bandwidth,
-        source=f"{gpu.name}: eager PyTorch, {origin}, {_EAGER:.0%} of {flops:.3g} FLOP/s in products",
+        source=f"{gpu.name}: eager PyTorch, {origin}, {100 * _EAGER:.0f} % of {flops:.3g} FLOP/s in products",
         passes=_PASSES,
         fused=fused,
     )

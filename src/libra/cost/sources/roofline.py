@@ -41,8 +41,12 @@ def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[
     inside, quantization = tensor_degrees(model, nodes), rollout_quantization(recipe)
 
     def holds(tp: int) -> bool:
-        memory, share = nodes.gpu.usable, recipe.gpu_memory_utilization
-        held = kv_tokens(model, memory, share, tp, batched_tokens=recipe.max_batched_tokens, quantization=quantization)
+        held = kv_tokens(
+            *(model, nodes.gpu.usable, recipe.gpu_memory_utilization, tp),
+            batched_tokens=recipe.max_batched_tokens,
+            quantization=quantization,
+            switched=nodes.gpu.switched,
+        )
         return held >= recipe.max_length
 
     fits = any(holds(tp) for tp in inside if quantization.tp_refusal(model, tp) is None)

@@ -116,10 +116,13 @@ def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) ->
     included. Raises ValueError if that leaves no room for the other's weights."""
     model, recipe, tp = request.model, request.recipe, lent.lender.devices
     quantization = rollout_quantization(recipe)
-    held = held_bytes(model, tp, batched_tokens=lent.batched_tokens, quantization=quantization)
-    serves = held_bytes(lent.lender.model, tp, batched_tokens=serving.config.max_num_batched_tokens)
+    gpu, batched = request.lending_nodes(lent.lender).gpu, serving.config.max_num_batched_tokens
+    held = held_bytes(
+        *(model, tp), batched_tokens=lent.batched_tokens, quantization=quantization, switched=gpu.switched
+    )
+    serves = held_bytes(lent.lender.model, tp, batched_tokens=batched, switched=gpu.switched)
     block = int(serving.kv_bytes * serving.config.block_size)
-    memory = request.lending_nodes(lent.lender).gpu.usable * recipe.gpu_memory_utilization
+    memory = gpu.usable * recipe.gpu_memory_utilization
     beside = int(tp * (memory - serves - held)) - serving.config.kv_blocks * block
     if beside < 0:
         raise ValueError(

@@ -56,6 +56,7 @@ def engine_kv_tokens(
         quantization=rollout_quantization(recipe),
         taken=taken,
         context=recipe.max_length if context is None else context,
+        switched=nodes.gpu.switched,
     )
 
 

@@ -45,6 +45,7 @@ _GAUGES = {  # of an engine
     "healthy": "1 if in service.",
     "in_flight": "Turns in flight.",
     "load_tokens": "Context tokens of the turns in flight, and of what others do there.",
+    "token_seconds": "Expected seconds per generated token of one more turn, by the turns that have ended.",
 }
 
 
@@ -206,7 +207,8 @@ class Gateway:
         for name, help in _GAUGES.items():
             gauge = GaugeMetricFamily(f"libra_gateway_engine_{name}", help, labels=["engine"])
             for engine in self.upstreams.all.values():
-                gauge.add_metric([engine.id], getattr(engine, name))
+                if (value := getattr(engine, name)) is not None:
+                    gauge.add_metric([engine.id], value)
             yield gauge
 
 

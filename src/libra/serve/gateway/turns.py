@@ -172,7 +172,7 @@ class Turns:
         attempt = Attempt(self.upstreams, engine, turn.needed.context_tokens)
         own = engine.authorization(None if self.guarded else turn.request)
         headers = {**passed_on(turn.request), **self.watcher.headers(turn), **own}
-        return await relay(
+        relayed = await relay(
             self.client.session,
             turn.request,
             turn.format.path,
@@ -182,6 +182,10 @@ class Turns:
             turn.reader(),
             stream=bool(turn.body.stream),
         )
+        if relayed.usage is not None and attempt.took is not None:
+            _, generated = relayed.usage
+            engine.pace.observe(generated, attempt.took.seconds, attempt.took.load_tokens)
+        return relayed
 
     def _judge(self, engine: Upstream, failure: TurnFailure) -> None:
         """Handle an engine that has left service, and have one checked that answered with an error."""

@@ -16,7 +16,9 @@ from typing import Self
 
 from aiohttp import ClientResponse, web
 
+from libra.live.pace import Pace
 from libra.live.server import LiveServer
+from libra.live.work import HeldTurn, Took
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Fleet
 from libra.serve.gateway.config import UpstreamSection
@@ -66,8 +68,8 @@ async def whole_of(answer: ClientResponse, most: int) -> bytes:
 class Upstream(LiveServer):
     """One server."""
 
-    def __init__(self, section: UpstreamSection) -> None:
-        super().__init__(section.name, section.bucket, section.max_model_len or 0)  # 0: not known yet, out of service
+    def __init__(self, section: UpstreamSection, pace: Pace) -> None:
+        super().__init__(section.name, section.bucket, section.max_model_len or 0, pace)  # 0: not known, out of service
         self.section = section
         self.healthy = False
         self.problem: str | None = None  # why the last check failed
@@ -112,18 +114,21 @@ class Attempt:
         self.failure: TurnFailure | None = None  # why it was aborted
         self.last_byte = asyncio.get_running_loop().time()  # when the engine last sent anything of this turn
         self._upstreams, self._context, self._scope = upstreams, context, asyncio.timeout(None)
+        self._held: HeldTurn | None = None
+        self.took: Took | None = None  # once it is over
 
     async def __aenter__(self) -> Self:
         await self._scope.__aenter__()
         self.engine.attempts.add(self)
-        self.engine.load_tokens += self._context
+        self._held = self.engine.begun(self._context)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.engine.attempts.discard(self)
-        self.engine.load_tokens -= self._context
+        assert self._held is not None
+        self.took = self.engine.ended(self._held)
         self._upstreams.announce()
         await self._scope.__aexit__(kind, error, trace)
 
@@ -151,7 +156,9 @@ class Upstreams:
     """All engines, and those of them that are in service."""
 
     def __init__(self, sections: Iterable[UpstreamSection], limits: tuple[int, ...] | None) -> None:
-        self.all = {section.name: Upstream(section) for section in sections}
+        self._paces: dict[int, Pace] = {}  # by bucket
+        self._pace = Pace()  # of all engines
+        self.all = {section.name: self._upstream(section) for section in sections}
         self.instances: tuple[Upstream, ...] = ()
         self._limits = limits
         self._changed = asyncio.Event()
@@ -173,9 +180,12 @@ class Upstreams:
 
     def join(self, section: UpstreamSection) -> Upstream:
         """Add an engine, which is in service once it passes a check."""
-        engine = self.all[section.name] = Upstream(section)
+        engine = self.all[section.name] = self._upstream(section)
         self.refresh()
         return engine
+
+    def _upstream(self, section: UpstreamSection) -> Upstream:
+        return Upstream(section, Pace(like=self._paces.setdefault(section.bucket, Pace(like=self._pace))))
 
     def leave(self, engine: Upstream) -> None:
         """Send the engine no more turns. Those in flight continue."""
