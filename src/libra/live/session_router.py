@@ -100,7 +100,7 @@ class SessionRouter:
         """The server of a trajectory's next turn, or of its present one again, with `context` tokens. If no server has
         room, it is the least loaded. Raises LookupError if no server is in service."""
         if not self._servers:
-            raise LookupError("no server is in service: add one")
+            raise LookupError("no server is available: add one")
         now = self._clock()
         if now >= self._expire_at:
             self._expire(now)

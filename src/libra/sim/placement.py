@@ -77,7 +77,7 @@ class Placer:
         """Assign engines, by name, to these buckets from now on."""
         for spec, engine in engines:
             if spec.name in self._by_name:
-                raise ValueError(f"there is an engine {spec.name} already: close it first")
+                raise ValueError(f"engine {spec.name} exists already: close it first")
             self._by_name[spec.name] = engine
         added = [self._instance(spec, engine, now) for spec, engine in engines]
         self._instances |= {it.engine.index: it for it in added}
