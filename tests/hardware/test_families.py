@@ -36,6 +36,19 @@ def test_parameters_are_those_of_the_class(tmp_path: Path, name: str) -> None:
     assert not [note for note in notes if "not read" in note]
 
 
+def test_a_layer_of_longcat_is_two_with_attention_and_experts_beside_them(tmp_path: Path) -> None:
+    model, _ = read(tmp_path, ALL["longcat_flash"])
+    assert model.layers == 2 * 3 and model.sparse_layers == 2
+    assert model.experts is not None
+    assert (model.experts.count, model.experts.active) == (8, 2)  # of three, one in three computes nothing
+    assert model.kv_bytes_per_token(2) == 2 * 2 * (48 + 8) * 2
+    router = 64 * (8 + 4)
+    beside = 8 * 3 * 64 * 40 + router
+    attending = 64 * 32 + 32 * 4 * 24 + 64 * (48 + 8) + 48 * 4 * (16 + 24) + 4 * 24 * 64 + 32 + 48
+    each = attending + 3 * 64 * 96 + 2 * 64
+    assert model.parameters == 2 * 200 * 64 + 64 + 2 * (2 * each + beside)
+
+
 def test_every_family_is_tried() -> None:
     tried = {config["model_type"] for config in ALL.values()}
     tried |= {config["text_config"]["model_type"] for config in ALL.values() if "text_config" in config}

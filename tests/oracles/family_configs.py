@@ -231,6 +231,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": _text(
         "qwen3_next", _QWEN, _HEAD, _DELTA, shared_expert_intermediate_size=48, full_attention_interval=4
     ),
+    "olmo_hybrid": _text("olmo_hybrid", _DELTA, pad_token_id=0),
+    "olmo_hybrid by its defaults": _text("olmo_hybrid", pad_token_id=0, eos_token_id=1),
+    "flex_olmo": _text("flex_olmo", num_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=1),
     "kimi_linear": _text(
         "kimi_linear",
         {"pad_token_id": 0},
@@ -592,6 +595,22 @@ UNMADE: dict[str, dict[str, Any]] = {
         moe_intermediate_size=40,
         share_expert_dim=40,
         first_k_dense_replace=1,
+    ),
+    # Transformers' class has weights for experts that compute nothing, which the checkpoint has not.
+    "longcat_flash": {
+        "model_type": "longcat_flash",
+        **{key: value for key, value in _BASE.items() if key not in ("num_hidden_layers", "intermediate_size")},
+        **_LATENT,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 40,
+        "n_routed_experts": 8,
+        "zero_expert_num": 4,
+        "zero_expert_type": "identity",
+        "moe_topk": 3,
+    },
+    "deepseek_v2 without latent attention": _text(
+        "deepseek_v2", _DEEPSEEK, use_mla=False, kv_lora_rank=None, q_lora_rank=None, v_head_dim=0
     ),
     "nemotron-nas": _text(
         "nemotron-nas",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from libra.hardware.attention import Indexer
 from libra.hardware.families.fields import Fields
 from libra.hardware.families.moe import deepseek_layers
-from libra.hardware.families.parts import latent, layer_count
+from libra.hardware.families.parts import attention, latent, layer_count
 from libra.hardware.families.stack import Stack
 from libra.hardware.latent import CompressedAttention, LatentAttention
 from libra.hardware.layers import LayerKind, Mixer
@@ -13,10 +13,26 @@ from libra.hardware.mlp import MLP, Experts
 
 
 def deepseek(fields: Fields) -> Stack:
-    """DeepSeek-V2 to V3.1 and Kimi K2: the same latent attention in all layers."""
+    """DeepSeek-V2 to V3.1 and Kimi K2: the same latent attention in all layers, or plain (`use_mla`: false)."""
     for field in ("head_dim", "qk_head_dim"):  # copies of sums of others
         fields.value(field)
-    return deepseek_layers(fields, [latent(fields)] * layer_count(fields))
+    if fields.flag("use_mla", otherwise=True):
+        return deepseek_layers(fields, [latent(fields)] * layer_count(fields))
+    for field in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        fields.value(field)
+    return deepseek_layers(fields, [attention(fields)] * layer_count(fields))
+
+
+def longcat(fields: Fields) -> Stack:
+    """LongCat-Flash: a layer is two of latent attention and an MLP, and experts beside them. Some of a token's experts
+    compute nothing; those that do are counted as on average."""
+    fields.value("head_dim")  # a copy of another
+    attending = LayerKind(latent(fields), MLP(fields.count("ffn_hidden_size")))
+    count, idle = fields.count("n_routed_experts"), fields.count("zero_expert_num", minimum=0, otherwise=0)
+    active = fields.count(fields.first("moe_topk", "num_experts_per_tok"))
+    experts = Experts(count, max(1, round(active * count / (count + idle))), fields.count("expert_ffn_hidden_size"))
+    beside = LayerKind(None, experts, norms=0, other=idle * fields.count("hidden_size"))
+    return Stack([attending, attending, beside] * fields.count(fields.first("num_layers", "num_hidden_layers")))
 
 
 def dense_latent(fields: Fields) -> Stack:

@@ -63,6 +63,23 @@ def qwen_next(fields: Fields) -> Stack:
     return Stack(with_experts(fields, mixers, qwen_sparse(fields), qwen_experts(fields)))
 
 
+def olmo_hybrid(fields: Fields) -> Stack:
+    """OLMo Hybrid: gated delta networks with as many heads by default, and attention in each fourth layer."""
+    layers, bias, heads = layer_count(fields), fields.flag("attention_bias"), fields.count("num_attention_heads")
+    full = attention(fields, qk_norm="layer", qkv_bias=bias, out_bias=bias)
+    keys = fields.count("linear_num_key_heads", otherwise=heads)
+    width = fields.count("linear_key_head_dim", otherwise=max(1, 3 * fields.count("hidden_size") // (4 * keys)))
+    state = GatedDeltaNet(
+        keys,
+        fields.count("linear_num_value_heads", otherwise=heads),
+        width,
+        fields.count("linear_value_head_dim", otherwise=2 * width),
+        fields.count("linear_conv_kernel_dim", otherwise=4),
+    )
+    mixers: list[Mixer] = [full if kind == "full_attention" else state for kind in _kinds(fields, layers, 4)]
+    return Stack(with_experts(fields, mixers, lambda _: False, None))
+
+
 def kimi_linear(fields: Fields) -> Stack:
     """Kimi Linear and K3: delta attention in the layers that `linear_attn_config` lists, from 1."""
     layers, hidden = layer_count(fields), fields.count("hidden_size")

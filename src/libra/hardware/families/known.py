@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from libra.hardware.families.deepseek import deepseek, deepseek_v4, dense_latent, indexed
+from libra.hardware.families.deepseek import deepseek, deepseek_v4, dense_latent, indexed, longcat
 from libra.hardware.families.dense import Dense, nemotron_nas
 from libra.hardware.families.gemma import gemma4
-from libra.hardware.families.hybrid import kimi_linear, lfm2, minimax, nemotron_h, qwen_next
+from libra.hardware.families.hybrid import kimi_linear, lfm2, minimax, nemotron_h, olmo_hybrid, qwen_next
 from libra.hardware.families.moe import Sparse, dots, ernie, glm4_moe, hunyuan_moe, mixtral, olmoe, qwen_moe
 from libra.hardware.families.moe_variants import gpt_oss, llama4, mimo_v2, minimax_m2, minimax_m3, step
 from libra.hardware.families.stack import Family
@@ -107,6 +107,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": Family(mixtral, ("GraniteMoeForCausalLM",)),
     "granitemoeshared": Family(mixtral, ("GraniteMoeSharedForCausalLM",)),
     "olmoe": Family(olmoe, ("OlmoeForCausalLM",)),
+    "flex_olmo": Family(olmoe, ("FlexOlmoForCausalLM",)),
     "qwen2_moe": Family(partial(qwen_moe, qkv_bias=True, qk_norm="none", own_head_dim=False), ("Qwen2MoeForCausalLM",)),
     "qwen3_moe": Family(_QWEN3_MOE, ("Qwen3MoeForCausalLM",)),
     "qwen3_vl_moe_text": Family(_QWEN3_MOE),
@@ -143,6 +144,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": Family(deepseek, ("Glm4MoeLiteForCausalLM",)),
     "mistral4": Family(deepseek, ("Mistral4ForCausalLM",), {"first_k_dense_replace": 0}),
     "kimi_k2": Family(deepseek, ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
+    "longcat_flash": Family(longcat, ("LongcatFlashForCausalLM",)),
     "deepseek_v32": Family(indexed, ("DeepseekV32ForCausalLM",)),
     "glm_moe_dsa": Family(indexed, ("GlmMoeDsaForCausalLM",)),
     "deepseek_v4": Family(deepseek_v4, ("DeepseekV4ForCausalLM",)),
@@ -151,6 +153,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": Family(qwen_next, ("Qwen3NextForCausalLM",), _QWEN3_NEXT),
     "qwen3_5_text": Family(qwen_next, ("Qwen3_5ForCausalLM",), _QWEN_NEXT),
     "qwen3_5_moe_text": Family(qwen_next, ("Qwen3_5MoeForCausalLM",), _QWEN_NEXT),
+    "olmo_hybrid": Family(olmo_hybrid, ("OlmoHybridForCausalLM",)),
     "minimax": Family(minimax, ("MiniMaxForCausalLM",)),
     "minimax_text_01": Family(minimax, ("MiniMaxText01ForCausalLM",)),
     "minimax_m1": Family(minimax, ("MiniMaxM1ForCausalLM",)),
