@@ -116,9 +116,13 @@ def kv_tokens(
         switched=switched,
         profiling=profiling,
     )
-    free = memory * utilization - taken - held
-    tokens = int(max(0.0, free) / (quantization.kv_bytes_per_token(model, tp, pp, context) * (1 + kv_beside)))
-    return tokens // BLOCK * BLOCK
+    each = quantization.kv_bytes_per_token(model, tp, pp, context) * (1 + kv_beside)
+    return tokens_in(memory * utilization - taken - held, each)
+
+
+def tokens_in(free: float, each: float) -> int:
+    """Tokens of KV of `each` bytes in `free` bytes of a device, in whole blocks."""
+    return int(max(0.0, free) / each) // BLOCK * BLOCK
 
 
 def held_bytes(
