@@ -70,9 +70,9 @@ def test_what_is_promised_was_simulated(router: str) -> None:
     assert plan.simulated is not None and plan.step == plan.simulated.seconds
     assert plan.finalists[0].allocation == plan.allocation
     assert plan.finalists[0].simulated == plan.simulated
-    steps = 2 + plan.simulated.steps
+    steps = 4 + plan.simulated.steps
     run = simulate_run(plan, log(), steps, router, learned=log())
-    assert run.settled_step_seconds(2) == pytest.approx(plan.simulated.seconds, rel=1e-9)
+    assert run.settled_step_seconds(4) == pytest.approx(plan.simulated.seconds, rel=1e-9)
     for finalist in plan.finalists[1:]:
         assert finalist.simulated is not None and finalist.slower is not None
     assert plan.cut_short is None and not any("cut short" in it for it in headline(plan))
@@ -98,10 +98,10 @@ def test_without_time_two_plans_are_simulated_and_it_says_which_were_not() -> No
     assert ONE_SIZE in [finalist.kind for finalist in plan.finalists[:2]]
     unseen = [finalist.simulated is None for finalist in plan.finalists]
     assert unseen == [False, False] + [True] * (len(unseen) - 2)
-    assert plan.simulated is not None and plan.simulated.steps == 4 and plan.simulated.error is not None
+    assert plan.simulated is not None and plan.simulated.steps == 6 and plan.simulated.error is not None
     assert plan.cut_short == 0 and parse_plan(dump_plan(plan)) == plan
     said = " ".join(headline(plan))
-    assert "cut short at 0" in said and "steps of the finalists: 4, 2, 0" in said
+    assert "cut short at 0" in said and "steps of the finalists: 6, 2, 0" in said
     rows = finalist_rows(plan)
     assert rows[1][-1].endswith(" (2 steps: no interval)"), rows
     assert {row[-1] for row in rows[2:]} == {"not simulated"}

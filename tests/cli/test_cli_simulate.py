@@ -241,20 +241,20 @@ def test_a_plan_for_slots_is_simulated_with_what_was_measured(plans: dict[str, P
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_whole_run_of_a_plan_compares_steps_with_steps(plans: dict[str, Path], mode: str, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    command = ("rehearse", plans[mode], "-t", LOG, "--steps", 3, "--report", page, "--timeline", trace)
+    command = ("rehearse", plans[mode], "-t", LOG, "--steps", 5, "--report", page, "--timeline", trace)
     found = document(libra(*command, "--json", "-o", tmp_path / "run.json"))
     assert json.loads((tmp_path / "run.json").read_text()) == found
     recipe, predicted = (json.loads(plans[mode].read_text())[key] for key in ("request", "predicted"))
-    assert [step["trajectories"] for step in found["steps"]] == [64] * 3
+    assert [step["trajectories"] for step in found["steps"]] == [64] * 5
     staleness = recipe["recipe"]["staleness"]
     assert max(step["worst_staleness"] for step in found["steps"]) <= staleness
-    assert "3 steps in " in page.read_text() and "What was lent" not in page.read_text()
+    assert "5 steps in " in page.read_text() and "What was lent" not in page.read_text()
     drawn = [it for it in json.loads(trace.read_text()) if it["name"].startswith("step ")]
     ended = [(it["ts"] + it["dur"]) / 1e6 for it in drawn]
     assert ended == pytest.approx([step["ended"] for step in found["steps"]], abs=1e-5)
     assert found["plan"]["predicted_step"] == predicted["step"]
-    assert found["plan"]["whole_mean"] == pytest.approx(found["seconds"] / 3)
-    settled = ended[2] - ended[1] if staleness else found["seconds"] / 3
+    assert found["plan"]["whole_mean"] == pytest.approx(found["seconds"] / 5)
+    settled = ended[4] - ended[3] if staleness else found["seconds"] / 5
     assert found["plan"]["simulated_step"] == pytest.approx(settled)
     assert found["run"]["route"] == "cmlfq"
     shown = libra(*command)

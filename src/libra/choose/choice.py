@@ -29,7 +29,7 @@ from libra.route.policy import Policy
 from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
 
-_PROMISED = (2, 4)  # samples of the chosen plan behind its promised step: at least, and if there is time
+_PROMISED = (3, 8)  # samples of the chosen plan behind its promised step: at least, and if there is time
 _RACE = 0.7  # share of the time for the race; the rest is for more samples of the chosen plan
 
 

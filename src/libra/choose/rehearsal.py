@@ -24,11 +24,17 @@ _LEAST_STEPS = 2  # of a first round, without those that are left out
 _LONGEST = 100_000  # steps of a run, more than any rehearsal makes
 
 
+def unsettled_steps(staleness: int) -> int:
+    """Steps at the beginning of a run that say little about later ones: engines are idle at first, and the batches in
+    flight are not spread yet. None if there is one batch at a time."""
+    return 2 * (1 + staleness) if staleness else 0
+
+
 class Rehearsals:
     """Runs of `plans` on groups drawn from a log with `seed`: a `race.Sampler` whose samples are seconds of a step.
 
     A sample covers 1 + staleness steps, one for each batch in flight, since steps of overlapping batches alternate. If
-    staleness is above 0, the first 1 + staleness steps of a run are left out. With `jobs` > 1 each run is a forked
+    staleness is above 0, the first `unsettled_steps` are left out. With `jobs` > 1 each run is a forked
     process, and `jobs` runs are simulated at a time. A context manager that ends its processes. Raises ValueError like
     `run_of`.
     """
@@ -45,7 +51,7 @@ class Rehearsals:
         (stale,) = staleness
         self.steps_a_sample = 1 + stale
         self.fewest = -(-_LEAST_STEPS // self.steps_a_sample)  # samples of a first round
-        self.left_out = 1 + stale if stale else 0  # steps at the beginning
+        self.left_out = unsettled_steps(stale)
         self._jobs = min(jobs, len(plans))
         self._forks: list[Fork[int, tuple[float, ...]]] = []
 

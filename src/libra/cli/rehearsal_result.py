@@ -8,6 +8,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from libra.choose.rehearsal import unsettled_steps
 from libra.cli.simulation_input import LENT
 from libra.config.rooms import offered
 from libra.plan.plan import Plan
@@ -15,13 +16,8 @@ from libra.report.words import duration, percent, plural, signed_percent
 from libra.sim.training_run.outcome import SimulatedRun
 
 
-def _left_out(plan: Plan) -> int:
-    staleness = plan.request.staleness
-    return 1 + staleness if staleness else 0
-
-
 def document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
-    planned, simulated = plan.predicted.step, outcome.settled_step_seconds(_left_out(plan))
+    planned, simulated = plan.predicted.step, outcome.settled_step_seconds(unsettled_steps(plan.request.staleness))
     found = {
         "format": 1,
         "run": {"route": route, "steps": len(outcome.steps), "seed": seed},
@@ -47,15 +43,17 @@ def document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
 
 
 def show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
-    recipe, planned, left_out = plan.of_cluster.recipe, plan.predicted.step, _left_out(plan)
+    recipe, planned, left_out = plan.of_cluster.recipe, plan.predicted.step, unsettled_steps(plan.request.staleness)
     simulated = outcome.settled_step_seconds(left_out)
+    settled = ""
+    if 0 < left_out < len(outcome.steps):
+        settled = f", without the first {left_out} steps: with them it is {duration(outcome.step_seconds)}"
     seen = "" if plan.simulated is None else f", and {duration(plan.simulated.seconds)} when it was chosen"
     console = Console()
     for line in (
         f"Whole run of {plural(len(outcome.steps), 'step')}: a step takes {duration(simulated)}; predicted"
         f" {duration(planned)}{seen}: {signed_percent(simulated / planned - 1, 1)}. That is the time from one published"
-        f" version to the next, without the first {plural(left_out, 'step')}, which begin with idle engines: with them"
-        f" it is {duration(outcome.step_seconds)}.",
+        f" version to the next{settled}.",
         f"Each step trains on {recipe.prompts} prompts of {plural(recipe.samples_per_prompt, 'sample')}, at most"
         f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}).",
         f"Training computes {percent(outcome.trainer_share, 0)} of the time; engines have work"
