@@ -543,6 +543,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(here: Path) -> None:
     )
     assert_refused(libra("run", config, "--plan", here / "none"), f"--plan {here / 'none'}: No such file or directory;")
     assert_refused(libra("run", config, "--plan", config), f"--plan {config}: not JSON")
+    assert_refused(libra("run", plan), f"{plan}: this is a plan, not the configuration of a run: give libra run CONFIG")
     edited = json.loads(plan.read_text())
     edited["predicted"]["step"] *= 2
     (here / "edited.json").write_text(json.dumps(edited))

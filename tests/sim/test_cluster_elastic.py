@@ -43,6 +43,13 @@ def cluster_of(names: str, *requests: Request, **others: Any) -> SimCluster:
     return SimCluster([spec_of(name) for name in names], open_loop(*requests), LeastLoaded(), **others)
 
 
+def test_engines_of_unequal_pace_are_told_apart() -> None:
+    twice = AffineCost(20, per_sequence=2, per_context_token=2, per_new_token=4)
+    specs = [spec_of("a", cost=SLOPED), spec_of("b", cost=twice), spec_of("c", cost=replace(SLOPED))]
+    cluster = SimCluster(specs, open_loop(), LeastLoaded())
+    assert [it.pace_class for it in cluster.placer.fleet.instances] == [0, 1, 0]
+
+
 # Actions
 
 

@@ -15,7 +15,7 @@ from libra.config.listeners import is_local
 from libra.config.recipe import KVOnUpdate
 from libra.config.rooms import OfRoom
 from libra.config.yaml_file import ConfigError as ConfigError
-from libra.config.yaml_file import Section, read_section, unknown
+from libra.config.yaml_file import Section, nearest, read_section, shown, unknown
 
 LauncherKind = Literal["local", "ray"]
 AllocationMode = Literal["adaptive", "static"]
@@ -27,6 +27,15 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default={})  # passed to the environment
     train_prompts: PositiveInt = 512
     heldout_prompts: PositiveInt = 200
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_are_apart(cls, given: Any) -> Any:
+        """Refuse a key that belongs to the environment, with the place where it is read."""
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields and nearest(str(key), cls.model_fields) is None:
+                raise ValueError(f"unknown key {shown(key)}; put what the environment itself reads under options")
+        return given
 
 
 class ModelConfig(Section):
@@ -240,6 +249,13 @@ class RunConfig(Section):
     )
     otel: str | None = None  # collector of OpenTelemetry spans; None: that of OTEL_EXPORTER_OTLP_ENDPOINT, if it is set
     lending: Annotated[LendingKeys, OfRoom("lending")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_plan(cls, given: Any) -> Any:
+        if isinstance(given, dict) and {"format", "allocation", "proof"} <= given.keys():
+            raise ValueError("this is a plan, not the configuration of a run: give libra run CONFIG --plan FILE")
+        return given
 
     @model_validator(mode="after")
     def _lends_shorter_engines(self) -> Self:

@@ -63,7 +63,8 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         taken, beside = drafter_memory(model, shape.tensor_parallel_size, drafter, dp=divided)
     if shape.parallel is not None:
         batched = shape.ranks * shape.max_num_batched_tokens
-        taken += expert_rank_bytes(model, shape.devices, tokens=batched)
+        way, internode = shape.parallel.all2all_backend, shape.devices > nodes.gpus
+        taken += expert_rank_bytes(model, shape.devices, tokens=batched, way=way, internode=internode)
     tokens = kv_tokens(
         model,
         nodes.gpu.usable,
