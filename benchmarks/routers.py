@@ -7,9 +7,10 @@ draws others.
 
 Plans are for a log of search agents: two equal engines on 24 GPUs, and engines of two sizes on 16. Plan and Libra know
 one half of the log's prompts; 256 trajectories of the other half are played. Seconds are the engines', whose time runs
-`--speed` times as fast. Every request names its session; tools and prompts are told to Libra alone. With `--quick` each
-plan has 32 trajectories. vllm-router is that beside this Python. Where other work has the cores, clients and routers
-are late, and the figures are theirs: two cores must be free.
+`--speed` times as fast. Every request names its session; tools and prompts are told to Libra alone.
+Without buckets Libra has to learn which engine is the faster one. With `--quick` each plan has 32 trajectories.
+vllm-router is that beside this Python. Where other work has the cores, clients and routers are late, and the figures
+are theirs: two cores must be free.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from libra.trajectory import Trajectory, read_trajectories, write_trajectories
 
 OURS, STICKY = "libra", "sticky_least_loaded"
 RIVALS = (STICKY, "cache_aware", "power_of_two", "consistent_hash", "round_robin")
-SIMULATED = "libra, simulated"
+SIMULATED, BARE = "libra in simulation", "libra without buckets"
 EQUAL, MIXED = 1.01, 0.85  # of a rival's time
 KEPT = 1.05  # of the simulated time
 _MODEL, _LONGEST = "Qwen/Qwen3-14B", 40_960
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not _PROGRAM.exists():
         parser.error(f"{_PROGRAM} is not there: after make test-integrations, use build/hosts/router/bin/python")
     rows: list[Row] = []
-    for name, nodes, sizes, rivals in (("equal", 3, 1, (STICKY,)), ("mixed", 2, 3, RIVALS)):
+    for name, nodes, sizes, rivals in (("equal", 3, 1, (STICKY,)), ("mixed", 2, 3, (BARE, *RIVALS))):
         asked = _question(nodes, sizes)
         found: dict[str, list[Times]] = {router: [] for router in (SIMULATED, OURS, *rivals)}
         for draw in range(options.repeats):
@@ -89,7 +90,7 @@ def _rows(case: str, found: Mapping[str, Sequence[Times]], most: float, whole: b
     for index, measure in enumerate(("batch", "mean of trajectories")):
         seconds = {router: fmean(its[index] for its in times) for router, times in found.items()}
         yield from (Row(case, f"{measure}: {router}", its, "s") for router, its in seconds.items())
-        ours, told = seconds.pop(OURS), seconds.pop(SIMULATED)
+        ours, told, _ = seconds.pop(OURS), seconds.pop(SIMULATED), seconds.pop(BARE, None)
         yield Row(case, f"{measure}: {OURS} / {SIMULATED}", ours / told, "x", f"at most {KEPT}", ours <= KEPT * told)
         ratio = ours / min(seconds.values())
         goal = (f"at most {most}", ratio <= most) if whole or index else (None, None)
@@ -104,8 +105,9 @@ def _played(asked: Question, batch: Sequence[Trajectory], router: str, speed: fl
     deployment = replace(planned, engines=engines)
     with _emulated(deployment, speed) as base:
         urls = {it.name: f"{base}/engines/{it.name}" for it in engines}
-        with _ours(deployment, urls, asked.known) if router == OURS else _theirs(router, urls) as url:
-            return asyncio.run(_play(url, batch, speed, told=router == OURS))
+        own = router in (OURS, BARE)
+        with _ours(deployment, urls, asked.known, router == OURS) if own else _theirs(router, urls) as url:
+            return asyncio.run(_play(url, batch, speed, told=own))
 
 
 @contextmanager
@@ -129,12 +131,19 @@ async def _serve(deployment: Deployment, speed: float, told: Connection) -> None
 
 
 @contextmanager
-def _ours(deployment: Deployment, urls: Mapping[str, str], known: Sequence[Trajectory]) -> Iterator[str]:
+def _ours(deployment: Deployment, urls: Mapping[str, str], known: Sequence[Trajectory], buckets: bool) -> Iterator[str]:
     engines = [
-        {"name": it.name, "url": f"{urls[it.name]}/v1", "max_model_len": it.config.max_model_len, "bucket": it.bucket}
+        {
+            "name": it.name,
+            "url": f"{urls[it.name]}/v1",
+            "max_model_len": it.config.max_model_len,
+            "bucket": it.bucket if buckets else 0,
+        }
         for it in deployment.engines
     ]
-    described = {"engines": engines, "limits": list(deployment.limits or ()), "turn_tokens": deployment.turn_tokens}
+    described: dict[str, object] = {"engines": engines, "turn_tokens": deployment.turn_tokens}
+    if buckets:
+        described["limits"] = list(deployment.limits or ())
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "gateway.yaml", Path(folder) / "log.jsonl"
         file.write_text(yaml.safe_dump({**described, "route": "cmlfq"}), encoding="utf-8")
