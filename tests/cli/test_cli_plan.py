@@ -240,7 +240,7 @@ def test_a_router_of_loads_gets_one_engine_size_and_is_told_why(tmp_path: Path) 
     result = Asked(options=("--router", "least-loaded", "--json")).call(tmp_path)
     found = parse_plan(result.stdout)
     assert len(found.allocation.buckets) == 1
-    assert "least-loaded does not look at buckets: all engines have one size" in result.stderr
+    assert "least-loaded ignores buckets: all engines have one size" in result.stderr
     assert_refused(Asked(options=("--router", "least-loded")).call(tmp_path), "did you mean least-loaded?")
     assert_refused(Asked(options=("--router", "mine.py:Mine")).call(tmp_path), "there is no file mine.py")
 

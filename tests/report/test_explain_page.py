@@ -80,7 +80,7 @@ def test_a_page_without_alternatives_rejections_and_classes_says_less_and_stands
     said = Page(explain_page(lone, "alone")).text
     assert "There is no other plan." in said
     assert "Rejected options" not in said
-    assert "how trajectories distribute" not in said
+    assert "distribution of trajectories over length" not in said
 
 
 RECT = r'd="M([\d.-]+),([\d.-]+)h([\d.-]+)v([\d.-]+)h[^"]*" fill="([^"]+)"[^>]*><title>([^<]*)</title>'

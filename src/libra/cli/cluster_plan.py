@@ -163,7 +163,7 @@ def _routed(recipe: Recipe, router: str | None, notes: list[str]) -> tuple[Recip
         recipe = recipe.model_copy(update={"router": router})
     policy = load_policy(recipe.router)
     if not looks_at_buckets(policy) and recipe.max_buckets > 1 and recipe.router_given:
-        notes.append(f"{recipe.router} does not look at buckets: all engines have one size, and serve all lengths")
+        notes.append(f"{recipe.router} ignores buckets: all engines have one size, and serve all lengths")
         recipe = recipe.model_copy(update={"max_buckets": 1})
     return recipe, policy
 

@@ -40,7 +40,7 @@ def compare(
         Path | None,
         typer.Option("--learn-from", help="Log that policies learn from first (default: --trajectories)."),
     ] = None,
-    cold: Annotated[bool, typer.Option("--cold", help="Policies have learned nothing when a run begins.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Begin runs with untrained policies.")] = False,
     concurrency: Annotated[
         int | None, typer.Option("--concurrency", min=1, help="Most trajectories in flight on engines of a file.")
     ] = None,

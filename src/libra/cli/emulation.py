@@ -26,7 +26,7 @@ def emulate(
         Path, typer.Argument(metavar="ENGINES", help="YAML file with the engines, as for `libra simulate`.")
     ],
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but 127.0.0.1 needs --token-file.")] = (
         "127.0.0.1"
     ),
     token_file: TokenFile = None,

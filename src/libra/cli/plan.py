@@ -71,7 +71,7 @@ def plan(
             "--longest-tool-call",
             metavar="SECONDS",
             min=0,
-            help="Count longer tool calls as this long: for logs whose calls wait for people.",
+            help="Cut longer tool calls to this time: for logs whose calls wait for people.",
         ),
     ] = None,
     solver: Annotated[
@@ -97,7 +97,7 @@ def plan(
             "--simulate-for",
             metavar="SECONDS",
             min=0,
-            help="Compare plans in simulation for about as long; inf: until decided.",
+            help="Approximate time to compare plans in simulation; inf: until decided.",
         ),
     ] = 20.0,
     no_simulation: Annotated[

@@ -42,7 +42,7 @@ def rehearse(
         Path | None,
         typer.Option("--learn-from", help="Log that the policy learns from first (default: --trajectories)."),
     ] = None,
-    cold: Annotated[bool, typer.Option("--cold", help="The policy has learned nothing when the run begins.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Begin the run with an untrained policy.")] = False,
     lender: Annotated[
         list[Path] | None,
         typer.Option("--lender", help="Engine that serves on borrowed devices, as for `libra lend check`; repeatable."),

@@ -45,11 +45,11 @@ def route(
     shared: Annotated[
         bool,
         typer.Option(
-            "--shared", help="Others send to the same engines, such as more gateways: ask engines for queues."
+            "--shared", help="Other clients, such as more gateways, use the same engines: query their queues."
         ),
     ] = False,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
-    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but 127.0.0.1 needs --token-file.")] = (
         "127.0.0.1"
     ),
     token_file: TokenFile = None,
@@ -63,7 +63,7 @@ def route(
     state: Annotated[
         Path | None,
         typer.Option(
-            "--state", help="File of what the policy has learned: read at the start if it exists, written at the end."
+            "--state", help="File of the policy's learned state: read at the start if it exists, written at the end."
         ),
     ] = None,
     otel: Annotated[

@@ -36,7 +36,7 @@ def run(
         float | None, typer.Option(help="Learning rate of the optimiser; 0: a control run that learns nothing.")
     ] = None,
     allocation: Annotated[
-        AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that pays. static: never.")
+        AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that saves time. static: never.")
     ] = None,
     lending: Annotated[
         LendingRule | None,

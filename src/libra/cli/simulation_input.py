@@ -47,7 +47,7 @@ class Asked:
 
 def asked(what: Path, trajectories: Path | None, requests: Path | None, given: Options, seed: int) -> Asked:
     """A plan or engines, and their work, read from files. Raises ValueError with a message for the user of the command,
-    and OSError where a file cannot be read."""
+    and OSError if a file cannot be read."""
     if what.suffix == ".json":
         if requests is not None or trajectories is None:
             raise ValueError("a plan is simulated on trajectories: give --trajectories, and no --requests")

@@ -65,7 +65,7 @@ class TrainingBytes:
 
     @property
     def on_devices(self) -> float:
-        """Bytes of these that devices hold between two steps."""
+        """The part of the total that devices hold between two steps."""
         return self.total - (self.states if self.offloaded else 0.0)
 
 

@@ -57,8 +57,9 @@ class Recovery:
             await asyncio.gather(task, return_exceptions=True)
 
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of work that moves workers itself and fails when one is lost. It begins again when the workers
-        have their earlier duties. Raises the error of the last attempt, and the errors of `during`."""
+        """Run work that moves workers itself, and return its result. When a worker is lost, the work fails; it begins
+        again once the workers have their earlier duties. Raises the error of the last attempt, and errors of `during`.
+        """
         wanted = self._wanted()
         for _ in range(_ATTEMPTS - 1):
             try:

@@ -52,7 +52,7 @@ _WORDS: dict[Cause, tuple[str, str]] = {
     Cause.REPLICA_BOUND: ("waiting for a replica", "the slowest one still computes"),
     Cause.TRAINING_BOUND: ("training-bound", "staleness lets no new group start before the step is made"),
     Cause.TOOL_BOUND: ("waiting for tools", "an engine has no turn, and its episodes wait for tools"),
-    Cause.NO_WORK: ("without work", "what is left to generate runs on other engines"),
+    Cause.NO_WORK: ("without work", "the remaining turns run on other engines"),
     Cause.BOUNDARY: ("held at a boundary", "a worker joins or leaves between two steps"),
     Cause.STARTING: ("starting", "a process starts where there was none"),
     Cause.MOVING: ("moving", "from one role to another"),

@@ -2,24 +2,24 @@
 
 Sets        o in O      options: an engine of a shape, in a role (colocated, prefill, decode), on a class of nodes
             c in C      classes of nodes
-            k in K      plans that were found insufficient
-Data        R           requests/s to be served
+            k in K      plans that proved insufficient
+Parameters  R           requests/s to be served
             rate[o]     requests/s that one engine serves in its role
-            link[o]     requests/s whose KV its network sends (prefill) or receives (decode)
+            link[o]     requests/s for which its network sends KV (prefill) or receives it (decode)
             gpus[o], cost[o], class[o];   limits GPUS[c], GPUS, COST
             had[k, r]   sum over o of role r of rate[o] times its engines in plan k
 Variables   n[o]        engines, a whole number
-            d           requests/s that prefill on one engine and decode on another
+            d           requests/s with prefill on one engine and decode on another
             more[k, r]  whether role r serves more than in plan k
-            spare       thousandths of R that are served beyond R, 1000 at most
-Minimise    sum of cost[o] n[o];   of plans that cost the same, the one that serves most
+            spare       thousandths of R served beyond R, at most 1000
+Objective   the least sum of cost[o] n[o]; of equally cheap plans the one that serves most
 
 served      sum over colocated o of rate[o] n[o]  +  d  >=  (1 + spare / 1000) R
 prefill     sum over prefill o of rate[o] n[o]   >=  d
 decode      sum over decode o of rate[o] n[o]    >=  d
 sent        sum over prefill o of link[o] n[o]   >=  d
 received    sum over decode o of link[o] n[o]    >=  d
-both        some prefill engine is there  <=>  some decode engine is
+both        n[o] > 0 for some prefill o  <=>  n[o] > 0 for some decode o
 class[c]    sum over o of c of gpus[o] n[o]      <=  GPUS[c]
 gpus        sum over o of gpus[o] n[o]           <=  GPUS
 cost        sum over o of cost[o] n[o]           <=  COST

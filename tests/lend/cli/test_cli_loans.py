@@ -142,7 +142,7 @@ def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple
             ("chat: the serving engine leaves", "lower its gpu_memory_utilization"),
         ),
         (LENDER[:2], ("--lender is given 1 times and --traffic 0", "give one of each")),
-        (("--lender", EXAMPLES / "engines.yaml", *LENDER[2:]), ("engines are 2", "a single engine")),
+        (("--lender", EXAMPLES / "engines.yaml", *LENDER[2:]), ("engines has 2 entries", "a file with one")),
         (
             (*LENDER, *LENDER),
             ("2 files are of Qwen/Qwen3-8B on 1 x H100, which serves on chat", "give one"),

@@ -115,7 +115,7 @@ TABLE = [
         ),
     ),
     ("memory alone", menu({"a": 4}, A100[:1], [training("t", "a", 1)]),
-     ("an engine must hold the longest context of 10 tokens (the most is 6, by tp1)",)),
+     ("an engine must hold the longest context of 10 tokens (the longest that fits is 6, on tp1)",)),
     ("nothing trains", menu({"a": 4}, A100[:1], []), ("some layout must train the model; none fits any pool",)),
     ("nothing generates", menu({"a": 4}, [], [training("t", "a", 1)]),
      ("some engine must hold the model; none fits any pool",)),

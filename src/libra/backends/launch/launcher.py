@@ -52,7 +52,7 @@ class CopyError(RuntimeError):
 
 
 class SourceLostError(CopyError):
-    """The source node does not have the weights, or not any more."""
+    """The source node does not have the weights, or no longer."""
 
 
 class WeightStore(Protocol):
@@ -60,7 +60,7 @@ class WeightStore(Protocol):
 
     async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
         """Copy weights of `size` bytes from the node of `source`; the node of `target` holds them when this returns.
-        Raises `SourceLostError`, and `CopyError` where they did not arrive whole."""
+        Raises `SourceLostError`, and `CopyError` if they did not arrive whole."""
         ...
 
 

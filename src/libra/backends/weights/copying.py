@@ -60,7 +60,7 @@ class CopyChoice:
         self._copies = 0  # since both were known, or the slower was last done
 
     def next(self) -> Way:
-        """The way to a node that has the version before. Nodes without any version get everything."""
+        """The way of copying to a node that has the previous version. Nodes without a version get everything."""
         if len(self._seconds) < 2:
             return "delta" if "everything" in self._seconds else "everything"
         slower, faster = sorted(self._seconds, key=lambda way: self._seconds[way], reverse=True)

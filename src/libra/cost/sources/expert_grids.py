@@ -40,7 +40,7 @@ def expert_grid(
     note: Callable[[str], None] = lambda _: None,
 ) -> ExpertGrid:
     """The grid of `dp` ranks of `tp` GPUs, which divide the experts. `source` is `tables`, `roofline`, or `auto`:
-    tables where they have the model, and a `note` where not. Raises `NoTablesError` for `tables`, ValueError where a
+    tables where they have the model, and a `note` where not. Raises `NoTablesError` for `tables`, ValueError if a
     degree does not divide the model."""
     gpus = dp * tp
     modelled = stage_roofline(gpu, model, tp, gpus, quantization=quantization, calibration=calibration)

@@ -71,7 +71,7 @@ def stage_profile(
     ffn_gpu: GPU | None = None,
 ) -> tuple[StageGrid, HostCost]:
     """The stages of attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from the
-    sources of `engine_profiles`. Raises as it does, and ValueError where a degree does not divide the model."""
+    sources of `engine_profiles`. Raises as it does, and ValueError if a degree does not divide the model."""
     stages = _stages(nodes, model, recipe, tp, ffn, source, note, ffn_gpu)
     added = host_part(host, model, note)
     if added is None:

@@ -57,7 +57,7 @@ def tables(
 
     `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the GPU's own link. Where it
     differs from that of the measured GPU, all-reduces are corrected as for A800. Raises `NoTablesError` if
-    the package or its data is missing, ValueError where a degree does not divide the model.
+    the package or its data is missing, ValueError if a degree does not divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
     system = table_system(gpu)

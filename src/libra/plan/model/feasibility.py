@@ -120,7 +120,7 @@ def _longest_context(problem: Problem) -> Constraint:
         least, devices = min(((it, sum(it.uses.values())) for it in holding), key=lambda pair: pair[1])
         return Constraint("longest_context", f"{text} ({least.shape} does, with {devices:,} devices)")
     most = max(problem.engines, key=lambda option: option.holds)
-    return Constraint("longest_context", f"{text} (the most is {most.holds:,}, by {most.shape})")
+    return Constraint("longest_context", f"{text} (the longest that fits is {most.holds:,}, on {most.shape})")
 
 
 def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: EngineOption, own: bool) -> bool:

@@ -128,7 +128,7 @@ def _replica_refusal(nodes: NodeClass, replica: int) -> str | None:
 
 
 def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable:
-    """All layouts with their least possible dp. Those that differ in what they compute again follow each other."""
+    """All layouts with their least possible dp. Those that differ only in recomputation are adjacent."""
     low, high = MICRO_TOKENS
     sizes = [longest]
     while 4 * sizes[-1] <= high:
@@ -169,7 +169,7 @@ def needless(
     members: LayoutTable,
     fits: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
-    """[member] whether one fits that computes less again and is equal otherwise, so that it is faster."""
+    """[member] whether an otherwise equal layout with less recomputation, which is faster, fits."""
     at = np.searchsorted(counts, members.replica_devices * members.dp)
     fitting = np.zeros((len(families), len(counts)), dtype=bool)
     fitting[family, at] = fits

@@ -156,7 +156,7 @@ class _LayoutSpace:
         classes: Sequence[TrajectoryClass],
         needed: bool = False,
     ) -> _LayoutSpace:
-        """With `needed`, without layouts that compute more again than they need to fit: pricing takes most of a menu's
+        """With `needed`, layouts that recompute more than they need to fit are left out: pricing takes most of a menu's
         time."""
         work = _work(model, nodes, recipe, classes)
         families = families_of(model, nodes, recipe.max_length)

@@ -1,6 +1,6 @@
 """The nearest request with which something trains, where nothing does.
 
-Invariant: what is named is on the menu of the changed request, not only small enough by a formula.
+Invariant: every named layout is on the menu of the changed request, not only small enough by a formula.
 """
 
 from __future__ import annotations

@@ -228,6 +228,6 @@ def _without_gain(prefill: _Engine, decode: _Engine) -> Rejected:
     return Rejected(
         f"{prefill.shape} > {decode.shape}",
         "slower",
-        f"prompts take {prefill.shape} {here:.3g} times as long as decoding, and {decode.shape} {there:.3g} times: by"
-        " themselves, each doing both, they do no less",
+        f"prompts take {prefill.shape} {here:.3g} times as long as decoding, and {decode.shape} {there:.3g} times: as"
+        " colocated engines they do no less",
     )

@@ -44,7 +44,7 @@ _EXPIRE_SECONDS = 60.0  # between two searches for idle trajectories, at most
 _GAUGES = {  # of an engine
     "healthy": "1 if in service.",
     "in_flight": "Turns in flight.",
-    "load_tokens": "Context tokens of the turns in flight, and of what others do there.",
+    "load_tokens": "Context tokens of the turns in flight, with those of other clients.",
     "token_seconds": "Expected seconds per generated token of one more turn, by the turns that have ended.",
 }
 
