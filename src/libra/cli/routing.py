@@ -45,7 +45,7 @@ def route(
     shared: Annotated[
         bool,
         typer.Option(
-            "--shared", help="Others send to the same engines, such as more gateways: ask engines for queues."
+            "--shared", help="Other gateways or clients use the engines, too: ask the engines for their queues."
         ),
     ] = False,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
