@@ -148,7 +148,7 @@ def plan(
     and --profile is the profile.json that a run has measured; its step is only predicted. The plan embeds its request;
     the same inputs give the same bytes with --simulate-for inf, and with --no-simulation.
 
-    With --compare each offered cluster gets a plan, and the fastest and the cheapest that meets --deadline are simulated.
+    With --compare each offered cluster gets a plan, and the fastest and the cheapest by --deadline are simulated.
 
     Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names what
     conflicts), or none of --compare meets the deadline.
