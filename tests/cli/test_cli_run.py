@@ -547,9 +547,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(here: Path) -> None:
     edited = json.loads(plan.read_text())
     edited["predicted"]["step"] *= 2
     (here / "edited.json").write_text(json.dumps(edited))
-    assert_refused(
-        libra("run", config, "--plan", here / "edited.json"), "the plan is not an answer to the request in it"
-    )
+    assert_refused(libra("run", config, "--plan", here / "edited.json"), "the plan does not answer its own request")
 
 
 def test_placed_slots_are_on_the_gpus_that_were_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> Non
         metrics = json.loads(simulated.stdout)["metrics"]
         assert (metrics["ttft"]["p99"], metrics["tpot"]["p99"]) == (point["ttft"], point["tpot"])
     for options, said in (
-        ((), "engines/point-1.yaml: is there already; give another directory, or remove it"),
+        ((), "engines/point-1.yaml: exists already; give another directory, or remove it"),
         (("--engines-out", menu), "menu.yaml: is not a directory"),
         (("--engines-out", f"{menu}/engines"), "menu.yaml cannot be written to; give another directory"),
         (("--plan", "--engines-out", tmp_path / "new"), "--engines-out is for a search"),
@@ -190,13 +190,13 @@ def test_a_model_that_no_engine_holds_is_not_blamed_on_the_rate(
     ("options", "said"),
     [
         (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
-        (("--slo", "ttft_p99=1", "--budget", 10), "costs an hour, as cost_per_hour of the menu"),
+        (("--slo", "ttft_p99=1", "--budget", 10), "a GPU an hour as cost_per_hour of the menu"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
         (
             ("--slo", "ttft_p99=1e-6", "--plan", "--rate", 2),
             "ttft_p99 is 1e-06 s; without any queue nothing on the menu is",
         ),
-        (("--slo", "ttft_p99=1", "--gpus", 0), "--gpus is 0; there are 96 to take"),
+        (("--slo", "ttft_p99=1", "--gpus", 0), "--gpus is 0; give 1 to 96"),
         (("--slo", "ttft_p99=1", "--menu", EXAMPLES / "engines.yaml"), "engines.yaml: "),
         (
             ("--slo", "ttft_p99=1", "--rate", "1e-9"),
@@ -218,7 +218,7 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
     ("keys", "said"),
     [
         ("cost_per_hour: {h100: 2, l40s: 1, a800: 1}", "cost_per_hour of the menu has a800, which its nodes leave out"),
-        ("cost_per_hour: {h100: 2}", "there is no price of l40s"),
+        ("cost_per_hour: {h100: 2}", "l40s has no price"),
         ("cost_per_hour: {h100: 2, l40s: 1, b200: 9}", "cost_per_hour of the menu: unknown class of nodes 'b200'"),
         ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
         (
@@ -257,7 +257,7 @@ def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
     refused = libra(*asked)
     assert (refused.exit_code, refused.stderr) == (
         2,
-        "libra: --rate is missing: a plan is for a rate of requests; give it\n",
+        "libra: --rate is missing: give the rate of requests to plan for\n",
     )
     for rate, shown in ((1000, "1000"), (1e300, "1e+300")):
         impossible = libra(*asked, "--rate", rate, "--gpus", 1)

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from oracles.reshaped import reshaped
 from oracles.small_cluster import QWEN_14B
 
-from libra.cost.engine_memory import BLOCK, Profiling, context_bytes, expert_workspace, held_bytes, kv_tokens
+from libra.cost.engine_memory import (
+    BLOCK,
+    Profiling,
+    context_bytes,
+    expert_rank_bytes,
+    expert_workspace,
+    held_bytes,
+    kv_tokens,
+)
 from libra.cost.quantization import AS_STORED, KV_FORMATS, Quantization
 from libra.hardware.cluster import GPUS
 from libra.hardware.decoder import decoder
@@ -81,7 +89,9 @@ def test_a_token_has_a_row_for_each_of_its_experts() -> None:
     free = A800 * 0.9 - BESIDE - COUNTS - rows - sampled - weights
     assert tokens(1, model=MOE) == free // (48 * 2 * 4 * 128 * 2) // 16 * 16
     assert expert_workspace(MOE, 1000, 2) == 1000 * 8 * 2 * (2048 + 2048)
-    assert expert_workspace(MOE, 10**6) == expert_workspace(MOE, 32_768)  # more go through in parts
+    older = {it: held_bytes(MOE, 1, batched_tokens=it, profiling=Profiling.of("0.18")) for it in (32_768, 65_536)}
+    more = 32_768 * 2 * 2 * 2048
+    assert older[65_536] - older[32_768] == pytest.approx(more)  # more went through experts in parts
     assert expert_workspace(QWEN_14B, 1000) == 0
 
 
@@ -215,3 +225,20 @@ def test_latent_attention_expands_a_context_while_it_profiles() -> None:
     assert expanded / 8 > sampled
     beside = 2 * 3 * 18432 * (1 - 1 / 8)
     assert alone - eighth + 1.3 * 2**30 == pytest.approx(weights - routed + expanded * (1 - 1 / 8) + beside)
+
+
+def test_ranks_have_room_for_what_their_exchange_brings_them() -> None:
+    # DeepSeek-V3 on 16 ranks of two nodes, 2,048 tokens each; a row of 7,168 numbers before and after either product.
+    model, tokens = load_model("deepseek-ai/DeepSeek-V3"), 16 * 2048
+    weights = AS_STORED.matrix_bytes(model, "experts") * model.routed_parameters / 16
+    row = 2 * (7168 + 7168)
+    gathered = expert_rank_bytes(model, 16, tokens=tokens)
+    assert gathered == pytest.approx(weights + tokens * 2 * 7168 + 8 * tokens * row)
+    high = expert_rank_bytes(model, 16, tokens=tokens, way="deepep_high_throughput", internode=True)
+    met = 1 - (15 / 16) ** 8
+    assert high == pytest.approx(weights + met * tokens * 2 * 7168 + 8 * 2048 * row + 2 * 2**30)
+    inside = expert_rank_bytes(model, 16, tokens=tokens, way="deepep_high_throughput")
+    assert high - inside == 2**30
+    low = expert_rank_bytes(model, 16, tokens=tokens, way="deepep_low_latency")
+    rows = 256 * 256  # of all experts, for the tokens that a rank may send
+    assert low == pytest.approx(weights + rows * row + 4 * rows * (16 + 2 * 7168 + 4 * 7168 / 128) + 2**30)

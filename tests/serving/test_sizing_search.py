@@ -230,7 +230,7 @@ def test_more_processes_find_the_same() -> None:
         ("ttft_p99=-1", "more than 0"),
         ("ttft_p99=1e308s", r"ttft_p99 is 1e\+308; give seconds, more than 0 and less than 9.22e\+06"),
         ("ttft_p99=1,ttft_p99=2", "given twice"),
-        ("tpot_p99=0.05", "limits how long a request may wait"),
+        ("tpot_p99=0.05", "limits the wait of a request"),
     ],
 )
 def test_objectives_that_are_none(text: str, said: str) -> None:
@@ -259,9 +259,9 @@ def test_an_objective_below_the_fastest_iteration_is_refused() -> None:
 def test_questions_that_do_not_fit_are_refused() -> None:
     recorded = [RecordedRequest(0, 10, 10), RecordedRequest(10**12, 10, 10)]
     limit = Objective("ttft", "p99", 1)
-    with pytest.raises(ValueError, match="gpus is 100; there are 48 to take"):
+    with pytest.raises(ValueError, match="gpus is 100; give 1 to 48"):
         question(recorded, limit, gpus=100)
-    with pytest.raises(ValueError, match="there is no price of h100"):
+    with pytest.raises(ValueError, match="h100 has no price"):
         question(recorded, limit, budget=10.0)
     for settings, said in (
         ({"rate": True}, "rate is True; give a finite number above 0"),

@@ -90,7 +90,7 @@ class ClusterConfig(Section):
             return self
         if self.launcher == "ray" or self.gpus > 1:
             raise ValueError(
-                "placement is of this machine, and says how many GPUs a slot has: leave it or gpus, ray out"
+                "placement describes this machine and the GPUs of a slot: leave it out, or gpus and launcher: ray"
             )
         given = [device for slot in self.placement for device in slot]
         if len(self.placement) != self.slots or not all(self.placement) or len({*given}) < len(given):
@@ -98,7 +98,7 @@ class ClusterConfig(Section):
         trains = self.core + self.hybrid
         if len({len(slot) for slot in self.placement[: None if self.hybrid else trains]}) > 1:
             raise ValueError(
-                "placement: slots that train have different numbers of devices, or than engines: make them equal"
+                "placement: slots have different numbers of devices: make them equal for all trainers and engines"
             )
         return self
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf
 
+from libra.cost.collectives import AllToAll
 from libra.cost.graphs import capture_sizes
 from libra.cost.quantization import AS_STORED, Quantization
 from libra.hardware.latent import LatentAttention
@@ -39,7 +41,9 @@ _POOL, _GRAPH = 0.2 * _GIB, 6 * 2.0**20
 # Left out: a start that compiles, for which Inductor times kernels, has up to 1 GiB less (an engine of 0.29 that logs
 # its first and second start).
 _COUNTED = 4 + 1 / 8  # bytes for each sequence and token of the vocabulary: a count, and a bit of the prompt
-_CHUNK = 32_768  # tokens that go through fused experts at once: VLLM_FUSED_MOE_CHUNK_SIZE of older vLLM; 0.32 has none
+_CHUNK = 32_768  # tokens that went through fused experts at once: VLLM_FUSED_MOE_CHUNK_SIZE, which 0.19 has not
+_DEEPEP = 1024 * 2**20  # bytes of a buffer of DeepEP, for NVLink or for the network: VLLM_DEEPEP_BUFFER_SIZE_MB
+_LOW_LATENCY = 256  # tokens of a rank for which low latency has room, vLLM's default with it
 _CONTEXT_ROWS = 65_536  # tokens of context that latent attention expands at once, of a long model (vLLM's MLA layers)
 
 
@@ -51,11 +55,12 @@ class Profiling:
     counted: float = _COUNTED  # that stay: how often each token came, for penalties
     libraries: float = _LIBRARIES  # bytes outside of PyTorch's allocator, on one GPU
     keeps_workspace: bool = True  # that of experts stays; before, it was freed with the activations
+    chunk: float = inf  # tokens that go through experts at once
     graphs: bool = True  # captured graphs are counted; before, they went beyond `gpu_memory_utilization`
 
     @classmethod
     def of(cls, version: str) -> Profiling:
-        """The run of a version such as `0.9.2`. Raises ValueError where it is no version.
+        """The run of a version such as `0.9.2`. Raises ValueError if it is no version.
 
         Before 0.17 the sampler sorted all logits (vllm#33538): 37.7 bytes in logs of 0.10.2 and 0.15, 35 in one of 0.6
         (vllm#10511), and 44 by what profiling took from opt-125m when it began to sample (vllm#13594, for 0.8). Until
@@ -73,6 +78,7 @@ class Profiling:
             counted=_COUNTED if newer else 0.0,
             libraries=(_FIRST_LIBRARIES if release < (0, 7) else _OLD_LIBRARIES if release < (0, 18) else _LIBRARIES),
             keeps_workspace=release >= (0, 12),
+            chunk=inf if release >= (0, 19) else _CHUNK,
             graphs=release >= (0, 21),
         )
 
@@ -98,7 +104,7 @@ def kv_tokens(
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
     it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
     token, so the fullest stage decides. Another engine takes `taken` bytes of each device, and a drafter `kv_beside`
-    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError where the degrees do not
+    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError if the degrees do not
     divide the model.
 
     Where layers keep windows or states, tokens are those of sequences of `context` tokens each, by default the model's
@@ -151,7 +157,7 @@ def held_bytes(
     sampled = batched_tokens * 2 * 2 * model.hidden + seqs * model.vocab * profiling.logit
     weights, workspace = quantization.weight_bytes(model, tp, pp), 0.0
     if routed:
-        workspace = expert_workspace(model, batched_tokens, tp)
+        workspace = expert_workspace(model, min(batched_tokens, profiling.chunk), tp)
     else:
         weights -= quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
     peak = max(layers, sampled) + workspace if profiling.keeps_workspace else max(layers + workspace, sampled)
@@ -197,7 +203,7 @@ def expert_workspace(model: ModelSpec, tokens: float, tp: int = 1) -> float:
     if experts is None:
         return 0.0
     width = experts.intermediate / tp
-    rows, through = min(tokens, _CHUNK) * experts.active, experts.width(model.hidden)
+    rows, through = tokens * experts.active, experts.width(model.hidden)
     return rows * 2 * (max(width, through) + max((2 if experts.gated else 1) * width, through))
 
 
@@ -218,11 +224,34 @@ def drafter_memory(
     return AS_STORED.weight_bytes(drafter, tp), kv
 
 
-def expert_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
-    """Bytes that each of `ranks` devices that divide the experts needs for them, when `tokens` tokens of all ranks are
-    gathered: weights, the tokens and the workspace."""
+def expert_rank_bytes(
+    model: ModelSpec,
+    ranks: int,
+    *,
+    tokens: int,
+    way: AllToAll = "allgather_reducescatter",
+    internode: bool = False,
+    quantization: Quantization = AS_STORED,
+    profiling: Profiling = Profiling(),
+) -> float:
+    """Bytes that each of `ranks` devices that divide the experts needs for them: weights, what arrives of the `tokens`
+    tokens of all ranks, the workspace, and buffers of the exchange. Experts are as often chosen.
+
+    All tokens are gathered, or those that have an expert here arrive (DeepEP, high throughput). With low latency each
+    expert has room for all tokens of all ranks, of which each may send `_LOW_LATENCY`, and so have two buffers of what
+    is sent and received (DeepEP, `get_low_latency_rdma_size_hint`).
+    """
+    experts, hidden = model.experts, model.hidden
     weights = quantization.matrix_bytes(model, "experts") * model.routed_parameters / ranks
-    return weights + 2 * tokens * model.hidden + expert_workspace(model, tokens)
+    if experts is None or way == "allgather_reducescatter":
+        return weights + 2 * tokens * hidden + expert_workspace(model, min(tokens, profiling.chunk))
+    if way == "deepep_high_throughput":
+        arrived = tokens * (1 - (1 - 1 / ranks) ** experts.active)
+        own = min(tokens / ranks, profiling.chunk)  # as many rows as these have copies
+        return weights + 2 * arrived * hidden + expert_workspace(model, own) + (1 + internode) * _DEEPEP
+    rows = experts.count * min(tokens / ranks, _LOW_LATENCY)
+    message = 16 + 2 * hidden + hidden / 32  # a header, numbers, and scales of 128 of them
+    return weights + expert_workspace(model, rows / experts.active) + 4 * rows * message + _DEEPEP
 
 
 def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:

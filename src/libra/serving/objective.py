@@ -98,7 +98,7 @@ def check_objectives(objectives: Iterable[Objective]) -> tuple[Objective, ...]:
             raise ValueError(f"{name} is given twice; give it once")
     if not any(it.metric in ("ttft", "latency") for it in made):
         raise ValueError(
-            "no objective limits how long a request may wait, so any rate would do: add one of ttft or latency, such"
+            "no objective limits the wait of a request, so every rate meets them: add one for ttft or latency, such"
             " as ttft_p99=1"
         )
     return made

@@ -72,7 +72,7 @@ def counts(answer: SizingAnswer) -> str:
 
 
 def unit_words(answer: SizingAnswer) -> str:
-    """The unit of the denominator of goodput; the column of the price has the same name."""
+    """The unit by which goodput is divided; the column of the price has the same name."""
     return "cost/h" if answer.question.prices else answer.question.unit
 
 

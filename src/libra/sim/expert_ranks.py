@@ -71,11 +71,18 @@ def check_ranks(engine: DescribedEngine) -> None:
 
 
 def expert_bytes(engine: DescribedEngine) -> float:
-    """Bytes on each GPU of routed experts, and of an MLP's activations for the tokens routed to them."""
+    """Bytes on each GPU of routed experts, redundant ones included, and of what is exchanged around them."""
     section, model, quantization = engine.section, engine.model, engine.quantization
     assert model.experts is not None
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
-    held = expert_rank_bytes(model, gpus, tokens=dp * section.max_num_batched_tokens, quantization=quantization)
+    held = expert_rank_bytes(
+        *(model, gpus),
+        tokens=dp * section.max_num_batched_tokens,
+        way=section.all2all_backend,
+        internode=gpus > engine.nodes.gpus,
+        quantization=quantization,
+        profiling=engine.profiling,
+    )
     more = section.eplb_config.num_redundant_experts / model.experts.count
     return held + more * quantization.matrix_bytes(model, "experts") * model.routed_parameters / gpus
 

@@ -265,7 +265,7 @@ def test_a_plan_that_does_not_answer_its_request_is_not_explained() -> None:
         replace(PLAN, predicted=replace(PLAN.predicted, step=PLAN.predicted.step * 0.9)),
         replace(PLAN, proof=replace(PLAN.proof, bound=PLAN.proof.bound * 2)),
     ):
-        with pytest.raises(ValueError, match=r"the plan is not an answer to the request in it: .*; plan again"):
+        with pytest.raises(ValueError, match=r"the plan does not answer its own request: .*; plan again"):
             explain_plan(edited)
 
 

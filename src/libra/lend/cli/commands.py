@@ -166,7 +166,7 @@ def report(
         check_writable(html, timeline, reads=(record,))
         loan = recorded_loan(record)
         if loan is None or not loan.seconds:
-            raise ValueError(f"{record}: nothing was asked for, so there is nothing to show")
+            raise ValueError(f"{record}: the gate was never asked, so there is nothing to show")
         had = percent(sum(it.end - it.start for it in loan.grants) / loan.seconds)
         given = f"{plural(len(loan.grants), 'grant')}, {plural(len(loan.recalls), 'recall')}"
         words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."
