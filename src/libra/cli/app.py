@@ -71,7 +71,6 @@ def _tell_usage(error: Any) -> int:
 
 app = typer.Typer(
     cls=_Commands,
-    help="Libra decides which GPUs train, which generate, and where every request goes.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -111,7 +110,10 @@ def libra(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Libra decides which GPUs train, which generate, and where every request goes."""
+    """Libra decides which GPUs train, which generate, and where every request goes.
+
+    `libra examples` writes files to begin with; the help of each command says what it reads.
+    """
 
 
 def main() -> None:

@@ -33,7 +33,10 @@ def plan(
     ] = None,
     *,
     trajectories: Annotated[
-        Path, typer.Option("--trajectories", "-t", help="Log of trajectories, Libra's or another's.")
+        Path,
+        typer.Option(
+            "--trajectories", "-t", help="Log of trajectories: Libra's, or in a format of `libra trace formats`."
+        ),
     ],
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="config.json of the model, its directory, or a known name.")
@@ -137,7 +140,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
 ) -> None:
-    """Plan offline: training replicas and engines, their parallelism and buckets, and their GPUs.
+    """Plan post-training: which GPUs train and which generate, in which parallelism, and who serves which lengths.
 
     With --model the plan is for a cluster of GPUs: the solver proposes the best plan of each kind, whole runs in
     simulation under your router decide, and the plan carries both figures. The solver's proof (status, bound, gap) is
@@ -145,7 +148,7 @@ def plan(
     and --profile is the profile.json that a run has measured; its step is only predicted. The plan embeds its request;
     the same inputs give the same bytes with --simulate-for inf, and with --no-simulation.
 
-    With --compare each offered cluster gets a plan, and the cheapest in time and the fastest are simulated.
+    With --compare each offered cluster gets a plan, and the fastest and the cheapest by --deadline are simulated.
 
     Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names what
     conflicts), or none of --compare meets the deadline.

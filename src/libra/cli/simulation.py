@@ -74,7 +74,7 @@ def simulate(
     report: ResultPage = None,
     as_json: ResultAsJson = False,
 ) -> None:
-    """Simulate engines token by token, on this machine: a plan's on a log of trajectories, or those of a file.
+    """Simulate engines token by token, on this machine: those of a plan, or of a file that describes them.
 
     For a plan it simulates the rollout of one step; `libra rehearse` simulates whole runs with training.
 

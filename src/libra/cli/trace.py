@@ -15,13 +15,13 @@ from libra.cli.log_import import import_log
 from libra.cli.output import tell_note
 from libra.trajectory import TrajectoryFormatError, read_trajectories
 
-app = typer.Typer(help="Look at trajectory logs, and read those of others.", no_args_is_help=True)
+app = typer.Typer(help="Look at logs of trajectories, and import those of other frameworks.", no_args_is_help=True)
 app.command("import")(import_log)
 
 
 @app.callback()
 def trace() -> None:
-    """Look at trajectory logs, and read those of others."""
+    """Look at logs of trajectories, and import those of other frameworks."""
 
 
 @app.command()

@@ -32,7 +32,7 @@ def search(
         typer.Option(
             "--slo",
             metavar="LIMITS",
-            help="As ttft_p99=1s,tpot_p99=50ms; ttft, tpot or latency, and mean, p50, p90, p95 or p99.",
+            help="Limits as ttft_p99=1s,tpot_p99=50ms: of ttft, tpot or latency, each as mean, p50, p90, p95 or p99.",
         ),
     ],
     rate: Annotated[
@@ -58,7 +58,8 @@ def search(
     plan: Annotated[
         bool,
         typer.Option(
-            "--plan", help="Mix shapes and GPU types for --rate: counts by CP-SAT, simulated; for more than a node."
+            "--plan",
+            help="Mix engine sizes and GPU types for --rate, beyond one node: a solver counts, a simulation checks.",
         ),
     ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes (default: one for each core).")] = None,

@@ -117,7 +117,7 @@ def test_what_is_no_option_has_its_reason() -> None:
 NO_OPTION = [
     # 16 bytes for each of 14.8 billion parameters
     ("training", Cluster((replace(A800, count=1, gpus=1),)), 0.9,
-     r"no layout trains Qwen/Qwen3-14B on .*: one would with offload_optimiser: true, or \d+ nodes of a800 \("),
+     r"no layout trains Qwen/Qwen3-14B on .*: there is a plan with \d+ nodes of a800 \(.* 1 generates\)"),
     (
         "generation",
         CLUSTER,

@@ -84,7 +84,7 @@ def constraints(problem: Problem) -> tuple[Constraint, ...]:
     if not problem.engines:
         return (Constraint("every_class_once", "some engine must hold the model; none fits any pool"),)
     pools = (
-        Constraint("devices", f"pool {pool.name} has {pool.devices:,} devices", pool.name) for pool in problem.pools
+        Constraint("devices", f"pool {pool.name} has {_devices(pool.devices)}", pool.name) for pool in problem.pools
     )
     own = (Constraint("own_devices", "training and generation have devices of their own"),)
     return (*pools, *(() if problem.colocated else own), _training(problem), _longest_context(problem))
@@ -102,13 +102,23 @@ def has_plan(problem: Problem, kept: Collection[Constraint]) -> bool:
     return any(_fit(limits, train, engine, "own_devices" in families) for train, engine in product(training, engines))
 
 
+def smallest(problem: Problem) -> tuple[TrainingOption, EngineOption] | None:
+    """The training option and the engine for the longest context that take the fewest devices together; None: no two
+    fit."""
+    limits = {pool.name: pool.devices for pool in problem.pools}
+    own = not problem.colocated
+    engines = [option for option in problem.engines if option.holds >= problem.longest_context]
+    fitting = [pair for pair in product(problem.training, engines) if _fit(limits, *pair, own)]
+    return min(fitting, key=lambda pair: (pair[0].devices, sum(pair[1].uses.values())), default=None)
+
+
 def _training(problem: Problem) -> Constraint:
     least = (
         min((option for option in problem.training if option.pool == pool.name), key=lambda option: option.devices)
         for pool in problem.pools
         if any(option.pool == pool.name for option in problem.training)
     )
-    stated = " or ".join(f"{option.devices:,} devices of {option.pool} ({option.layout})" for option in least)
+    stated = " or ".join(f"{_devices(option.devices)} of {option.pool} ({option.layout})" for option in least)
     return Constraint("one_training", f"training needs at least {stated}")
 
 
@@ -118,9 +128,13 @@ def _longest_context(problem: Problem) -> Constraint:
     holding = [option for option in problem.engines if option.holds >= longest]
     if holding:
         least, devices = min(((it, sum(it.uses.values())) for it in holding), key=lambda pair: pair[1])
-        return Constraint("longest_context", f"{text} ({least.shape} does, with {devices:,} devices)")
+        return Constraint("longest_context", f"{text} ({least.shape} does, with {_devices(devices)})")
     most = max(problem.engines, key=lambda option: option.holds)
     return Constraint("longest_context", f"{text} (the longest that fits is {most.holds:,}, on {most.shape})")
+
+
+def _devices(number: int) -> str:
+    return f"{number:,} device{'' if number == 1 else 's'}"
 
 
 def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: EngineOption, own: bool) -> bool:

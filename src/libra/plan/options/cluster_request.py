@@ -338,8 +338,7 @@ def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[Tr
 
 def _nothing_trains(request: ClusterRequest) -> str:
     """The error text: how many layouts do not fit, and the nearest requests with one that does."""
-    model, cluster, recipe = request.model, request.cluster, request.recipe
     too_large = sum(each.kind == "does not fit" for each in request.rejected_layouts())
-    nearest = ", or ".join(remedies(model, cluster, recipe, request.classes))
-    remedy = f"one would with {nearest}" if nearest else "lower max_length, or give GPUs with more memory"
-    return f"no layout trains {model.name} on any class of nodes, {too_large:,} do not fit: {remedy}"
+    nearest = ", or ".join(remedies(request))
+    remedy = f"there is a plan with {nearest}" if nearest else "lower max_length, or give GPUs with more memory"
+    return f"no layout trains {request.model.name} on any class of nodes, {too_large:,} do not fit: {remedy}"

@@ -1,22 +1,26 @@
-"""The nearest request with which something trains, where nothing does.
+"""The nearest request with a plan, where nothing trains.
 
-Invariant: every named layout is on the menu of the changed request, not only small enough by a formula.
+Invariant: what is named is on the menu of the changed request, not only small enough by a formula; training and an
+engine fit there together, in the mode of the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from libra.config.recipe import Recipe
 from libra.cost.sources.rates import dtype_refusal
-from libra.hardware.cluster import Cluster, NodeClass
-from libra.hardware.model import ModelSpec
-from libra.hardware.parallel import ParallelLayout
-from libra.lengths import TrajectoryClass
+from libra.hardware.cluster import NodeClass
+from libra.plan.model.feasibility import smallest
 from libra.plan.options.layouts import training_layouts
+from libra.plan.problem import InfeasiblePlanError
+
+if TYPE_CHECKING:  # it asks for remedies
+    from libra.plan.options.cluster_request import ClusterRequest
 
 _MOST_TIMES = 64  # as many nodes as there are, at most, are looked at
+_MOST_BESIDE = 16  # nodes for an engine beside those that train
 _LIGHTER: tuple[dict[str, object], ...] = (  # changes of a recipe that take less memory, the least first
     {"reference": "offloaded"},
     {"offload_optimiser": True},
@@ -24,41 +28,66 @@ _LIGHTER: tuple[dict[str, object], ...] = (  # changes of a recipe that take les
 )
 
 
-def remedies(model: ModelSpec, cluster: Cluster, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> Iterator[str]:
-    """Yield changes with which a layout trains the model: the smallest of the recipe, then more nodes of a class."""
-    trained = [nodes for nodes in cluster.nodes if dtype_refusal(nodes.gpu, recipe.dtype) is None]
+def remedies(request: ClusterRequest) -> Iterator[str]:
+    """Yield changes with which a plan exists: the smallest of the recipe, then more nodes of a class."""
+    recipe = request.recipe
     for change in _LIGHTER:
         lighter = recipe.model_copy(update=change)
         resident = recipe.reference == "resident" or "reference" not in change
-        less = lighter != recipe and resident
-        if less and any(_smallest(model, nodes, lighter, classes) for nodes in trained):
+        if lighter != recipe and resident and _smallest_plan(replace(request, recipe=lighter)):
             yield " and ".join(f"{key}: {str(value).lower()}" for key, value in change.items())
             break
-    for nodes in trained:
-        found = more_nodes(model, nodes, recipe, classes)
+    for nodes in request.cluster.nodes:
+        found = more_nodes(request, nodes)
         if found is not None:
-            more, layout = found
-            yield f"{more} nodes of {nodes.name} ({layout.devices} GPUs train, by {layout.name})"
+            yield f"{found[0]} nodes of {nodes.name} ({found[1]})"
 
 
-def more_nodes(
-    model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
-) -> tuple[int, ParallelLayout] | None:
-    """The fewest nodes of this class with which something trains, and the layout on fewest devices there."""
-    few, many = nodes.count, 2 * nodes.count
-    while (found := _smallest(model, replace(nodes, count=many), recipe, classes)) is None:
+def more_nodes(request: ClusterRequest, nodes: NodeClass) -> tuple[int, str] | None:
+    """The fewest nodes of this class with which there is room for training and an engine, and who takes which GPUs."""
+    if dtype_refusal(nodes.gpu, request.recipe.dtype) is not None:
+        return None
+    fewest = _that_train(request, nodes)
+    if fewest is None:
+        return None
+    for count in range(fewest, fewest + _MOST_BESIDE + 1):
+        more = tuple(replace(it, count=count) if it == nodes else it for it in request.cluster.nodes)
+        found = _smallest_plan(replace(request, cluster=replace(request.cluster, nodes=more)))
+        if found is not None:
+            return count, found
+    return None
+
+
+def _smallest_plan(request: ClusterRequest) -> str | None:
+    """Training and an engine on the fewest GPUs, in words; None: they do not fit together."""
+    if not any(it.options for it in request.layouts().values()):
+        return None
+    try:
+        menu = request.menu()
+    except InfeasiblePlanError:
+        return None
+    found = smallest(menu.problem)
+    if found is None:
+        return None
+    train, engine = found
+    layout, devices = menu.layouts[train.layout, train.replicas], sum(engine.uses.values())
+    verb = "trains" if train.devices == 1 else "train"
+    rest = "and generate in turn" if menu.problem.colocated else f"{devices} generate{'s' if devices == 1 else ''}"
+    return f"{train.devices} GPU{'s' if train.devices > 1 else ''} {verb}, by {layout.name}, {rest}"
+
+
+def _that_train(request: ClusterRequest, nodes: NodeClass) -> int | None:
+    """The fewest nodes of this class with which something trains."""
+    few, many = 0, nodes.count
+    while not _trains(request, replace(nodes, count=many)):
         few, many = many, 2 * many
         if many > _MOST_TIMES * nodes.count:
             return None
     while many - few > 1:
         middle = (few + many) // 2
-        fewer = _smallest(model, replace(nodes, count=middle), recipe, classes)
-        few, many, found = (few, middle, fewer) if fewer else (middle, many, found)
-    return many, found
+        few, many = (few, middle) if _trains(request, replace(nodes, count=middle)) else (middle, many)
+    return many
 
 
-def _smallest(
-    model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
-) -> ParallelLayout | None:
-    chosen = training_layouts(model, nodes, recipe, classes).chosen.values()
-    return min(chosen, key=lambda layout: layout.devices, default=None)
+def _trains(request: ClusterRequest, nodes: NodeClass) -> bool:
+    return bool(training_layouts(request.model, nodes, request.recipe, request.classes).chosen)
