@@ -59,8 +59,10 @@ class LatentAttention:
         return self.q_rank + self.kv_rank + (hidden if self.bias else 0) + (self.indexer.vectors if self.indexer else 0)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """A latent vector belongs to all heads, so every device keeps it."""
-        own = Retained(self.kv_rank + self.rope_dim)
+        """A latent vector belongs to all heads, so every device keeps it. Where keys are chosen, vLLM's 8-bit type keeps
+        positions in 16 bits, and a scale for each 128 other numbers (FlashMLA's `fp8_ds_mla`)."""
+        packed = self.kv_rank + 4 * self.kv_rank / 128 + 2 * self.rope_dim
+        own = Retained(self.kv_rank + self.rope_dim, least=packed if self._chosen else 0.0)
         return (own, Retained(plain=self.indexer.key_bytes)) if self.indexer else (own,)
 
     @property
