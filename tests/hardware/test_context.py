@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra.hardware.attention import Indexer
 from libra.hardware.context import ALL, Reach, Retained
-from libra.hardware.latent import LatentAttention
+from libra.hardware.latent import CompressedAttention, LatentAttention
 from libra.hardware.model_file import load_model
 
 reaches = st.builds(Reach, st.integers(1, 300))
@@ -75,3 +75,10 @@ def test_chosen_keys_of_eight_bits_keep_positions_and_scales() -> None:
     own, key = replace(chosen, indexer=Indexer(64, 128, 2048)).kept()
     assert (own.token_bytes(2), own.token_bytes(1)) == (1152, 656)
     assert key.token_bytes(1) == key.token_bytes(2) == 132
+
+
+def test_compressed_vectors_of_eight_bits_have_positions_and_scales() -> None:
+    # FlashMLA's layout for DeepSeek-V4: 448 numbers of a byte, 64 of 16 bits, 8 bytes of scales.
+    window, vectors = CompressedAttention(64, 512, 1024, 1024, 8, 128, ratio=128).kept()
+    assert (window.token_bytes(2), window.token_bytes(1)) == (1024, 584)
+    assert vectors.token_bytes(1) == 584 / 128
