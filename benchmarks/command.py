@@ -37,7 +37,8 @@ def quiet_machine() -> Iterator[None]:
     taken = psutil.cpu_percent(interval=1.0) / 100
     yield
     if taken > _QUIET:
-        print(f"other processes took {taken:.0%} of the machine before the start: measure again when it is quiet")
+        share = f"{100 * taken:.0f} %"
+        print(f"other processes took {share} of the machine before the start: measure again when it is quiet")
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:

@@ -217,7 +217,7 @@ def rows(title: str, found: list[Read]) -> Iterator[Row]:
             continue
         kv = it.model.kv_bytes_per_token(2, context=_CONTEXT) / 1024
         note = f"{it.family}; {it.model.active_parameters / 1e9:,.2f} active; KV {kv:,.1f} KiB a token"
-        note += "" if it.error is None else f"; {it.error:+.2%} beside {it.published} published"
+        note += "" if it.error is None else f"; {100 * it.error:+.2f} % beside {it.published} published"
         note += "" if it.exact is None else "; equal to the class" if it.exact else f"; {it.made} of the class"
         yield Row(f"{title}: {it.name}", "parameters", it.model.parameters / 1e9, "billions", note=note)
 

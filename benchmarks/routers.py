@@ -18,7 +18,6 @@ import asyncio
 import multiprocessing
 import random
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,13 +31,13 @@ from typing import Any
 
 import msgspec
 import yaml
-from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from benchmarks.command import command_line
 from benchmarks.evaluation.engines import a800_nodes, profiles_of
 from benchmarks.routing_plans import SEARCH, Question, batch_seconds, halves, question
 from benchmarks.rows import Row, report
-from benchmarks.soak.attack.servers import started
+from benchmarks.soak.attack.servers import answering, started, wait_until_healthy
 from libra.config.listeners import EMULATOR
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
@@ -141,43 +140,29 @@ def _ours(deployment: Deployment, urls: Mapping[str, str], known: Sequence[Traje
         file.write_text(yaml.safe_dump({**described, "route": "cmlfq"}), encoding="utf-8")
         write_trajectories(log, known)
         with started("libra.cli.app", "route", file, "--port", 0, "--json", "--learn-from", log) as server:
+            wait_until_healthy(server.process, server.said["base"])
             yield server.said["base"]
 
 
 @contextmanager
 def _theirs(policy: str, urls: Mapping[str, str]) -> Iterator[str]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    command = [str(_PROGRAM), "--host", "127.0.0.1", "--port", port]
+    with socket.socket() as one, socket.socket() as other:
+        for taken in (one, other):
+            taken.bind(("127.0.0.1", 0))
+        port, metrics = (str(taken.getsockname()[1]) for taken in (one, other))
+    command = [str(_PROGRAM), "--host", "127.0.0.1", "--port", port, "--prometheus-port", metrics]
     command += ["--policy", policy, "--request-id-headers", "x-session-id", "--worker-urls", *urls.values()]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    url = f"http://127.0.0.1:{port}"
+    with answering(command, url):
+        yield url
 
 
 async def _play(url: str, batch: Sequence[Trajectory], speed: float, told: bool) -> Times:
     options: dict[str, Any] = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(None)}
     async with ClientSession(**options, cookie_jar=DummyCookieJar()) as client:
-        await _ready(client, url)
         began = time.monotonic()
         took = await asyncio.gather(*(_trajectory(client, url, *each, speed, told) for each in enumerate(batch)))
         return (time.monotonic() - began) * speed, fmean(took) * speed
-
-
-async def _ready(client: ClientSession, url: str) -> None:
-    for _ in range(600):
-        try:
-            async with client.get(f"{url}/health") as answer:
-                if answer.status == 200:
-                    return
-        except ClientError:
-            pass
-        await asyncio.sleep(0.1)
-    raise RuntimeError(f"{url} does not answer")
 
 
 async def _trajectory(

@@ -66,7 +66,7 @@ class CaseGroup:
             errors.append(100 * abs(it.error))
             both = f"{it.priced:,.6g} for {it.published:,.6g} {self.unit}"
             note = f"{both}: {it.note}" if it.note else both
-            goal = f"at most {it.bar:.1%} either way"
+            goal = f"at most {100 * it.bar:.1f} % either way"
             yield Row(f"{self.name}: {it.name}", "error", 100 * it.error, "%", goal, it.met, note)
         limit = None if self.mean_bar is None else 100 * self.mean_bar
         yield at_most(self.name, "mean absolute error", fmean(errors), "%", limit)

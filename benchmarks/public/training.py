@@ -304,7 +304,7 @@ def _case(row: PublishedRate) -> PublicCase:
     words = [row.note] if row.note else []
     if row.overlapped:
         step = _step(row, row.layout)
-        words.append(f"{step.communication / step.total:.0%} of it are exchanges, which the source overlaps")
+        words.append(f"{100 * (step.communication / step.total):.0f} % of it are exchanges, which the source overlaps")
     if row.fitted:
         words.append("fitted to")
     return PublicCase(row.name, row.rate, priced_rate(row), bar, "; ".join(words))

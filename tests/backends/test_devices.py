@@ -48,7 +48,7 @@ def test_no_driver_is_no_gpu(tmp_path: Path) -> None:
 def test_a_broken_driver_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in fake_driver(tmp_path, [], error="Driver/library version mismatch").items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"cluster\.device: nvidia-smi fails: Driver/library version mismatch"):
+    with pytest.raises(ConfigError, match=r"cluster\.device: nvidia-smi failed: Driver/library version mismatch"):
         slot_devices(ClusterConfig(device="cuda"))
 
 
@@ -57,7 +57,7 @@ def test_what_the_tool_does_not_know_is_said(tmp_path: Path, monkeypatch: pytest
     shared = FakeGpu("NVIDIA GB10", "[N/A]", "12.1")
     for name, value in fake_driver(tmp_path, [shared]).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"cluster\.device: nvidia-smi does not say what is asked of a GPU: .*N/A"):
+    with pytest.raises(ConfigError, match=r"cluster\.device: nvidia-smi gives no usable description of a GPU: .*N/A"):
         slot_devices(ClusterConfig(device="cuda"))
     hidden = FakeGpu(H100.name, H100.memory, H100.capability, users=("[N/A]",))
     assert [each.users for each in inventory(fake_driver(tmp_path, [hidden, H100]))] == [(0,), ()]

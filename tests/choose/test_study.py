@@ -78,7 +78,7 @@ def test_a_policy_of_the_users_own_is_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policies", "words"),
     [
-        (("cmlfq", "cmlfq"), "cmlfq is compared with itself; name each policy once"),
+        (("cmlfq", "cmlfq"), "cmlfq is given twice; name each policy once"),
         (("cmlfq", "fastest"), "fastest"),
         (("cmlfq", "nowhere.py:Mine"), "there is no file nowhere.py"),
     ],

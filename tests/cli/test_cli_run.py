@@ -543,12 +543,11 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(here: Path) -> None:
     )
     assert_refused(libra("run", config, "--plan", here / "none"), f"--plan {here / 'none'}: No such file or directory;")
     assert_refused(libra("run", config, "--plan", config), f"--plan {config}: not JSON")
+    assert_refused(libra("run", plan), f"{plan}: this is a plan, not the configuration of a run: give libra run CONFIG")
     edited = json.loads(plan.read_text())
     edited["predicted"]["step"] *= 2
     (here / "edited.json").write_text(json.dumps(edited))
-    assert_refused(
-        libra("run", config, "--plan", here / "edited.json"), "the plan is not an answer to the request in it"
-    )
+    assert_refused(libra("run", config, "--plan", here / "edited.json"), "the plan does not answer its own request")
 
 
 def test_placed_slots_are_on_the_gpus_that_were_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> Non
         metrics = json.loads(simulated.stdout)["metrics"]
         assert (metrics["ttft"]["p99"], metrics["tpot"]["p99"]) == (point["ttft"], point["tpot"])
     for options, said in (
-        ((), "engines/point-1.yaml: is there already; give another directory, or remove it"),
+        ((), "engines/point-1.yaml: exists already; give another directory, or remove it"),
         (("--engines-out", menu), "menu.yaml: is not a directory"),
         (("--engines-out", f"{menu}/engines"), "menu.yaml cannot be written to; give another directory"),
         (("--plan", "--engines-out", tmp_path / "new"), "--engines-out is for a search"),
@@ -126,6 +126,7 @@ def test_the_same_question_gives_the_same_bytes(menu: str) -> None:
 def test_one_of_a_kind_is_told_as_one(menu: str) -> None:
     Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
     result = libra(*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--rate", 1)
+    assert result.stdout.startswith("1 engine of tp1 on 1 H100 serves 1 request/s: ")
     assert (
         "\n1 candidate: 0 ruled out by the bound (0.0 %), 3 simulations of 300 requests; 1 point on the"
         in result.stdout
@@ -141,7 +142,9 @@ def test_a_caution_stands_in_terminal_page_and_answer(menu: str, tmp_path: Path)
     assert result.exit_code == 0, result.output
     caution = json.loads(written.read_text())["caution"]
     assert caution.endswith("give 480 requests or more")
-    assert caution in " ".join(result.stdout.split()) and caution in page.read_text()
+    assert "ttft_p99 of 3 requests is that of the slowest" in caution
+    assert result.stdout.startswith(f"note: {caution}\n1 engine ")  # before any figure
+    assert caution in page.read_text()
 
 
 def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_pa
     result = libra(*asked, "-o", written, "--report", page, "--engines-out", tmp_path / "engines")
     assert result.exit_code == 3, result.output
     assert result.stderr.splitlines()[-1].startswith(  # a slow machine shows progress before
-        "libra: no rate can be given: at 1.31e+05 requests/s the 20,001 requests come within"
+        "libra: no rate can be given: at 131,072 requests/s the 20,001 requests come within"
     )
     assert result.stdout.startswith("No rate can be given: ") and "No rate can be given: " in page.read_text()
     assert not (tmp_path / "engines").exists()
@@ -187,13 +190,13 @@ def test_a_model_that_no_engine_holds_is_not_blamed_on_the_rate(
     ("options", "said"),
     [
         (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
-        (("--slo", "ttft_p99=1", "--budget", 10), "costs an hour, as cost_per_hour of the menu"),
+        (("--slo", "ttft_p99=1", "--budget", 10), "a GPU an hour as cost_per_hour of the menu"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
         (
             ("--slo", "ttft_p99=1e-6", "--plan", "--rate", 2),
             "ttft_p99 is 1e-06 s; without any queue nothing on the menu is",
         ),
-        (("--slo", "ttft_p99=1", "--gpus", 0), "--gpus is 0; there are 96 to take"),
+        (("--slo", "ttft_p99=1", "--gpus", 0), "--gpus is 0; give 1 to 96"),
         (("--slo", "ttft_p99=1", "--menu", EXAMPLES / "engines.yaml"), "engines.yaml: "),
         (
             ("--slo", "ttft_p99=1", "--rate", "1e-9"),
@@ -215,7 +218,7 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
     ("keys", "said"),
     [
         ("cost_per_hour: {h100: 2, l40s: 1, a800: 1}", "cost_per_hour of the menu has a800, which its nodes leave out"),
-        ("cost_per_hour: {h100: 2}", "there is no price of l40s"),
+        ("cost_per_hour: {h100: 2}", "l40s has no price"),
         ("cost_per_hour: {h100: 2, l40s: 1, b200: 9}", "cost_per_hour of the menu: unknown class of nodes 'b200'"),
         ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
         (
@@ -254,7 +257,7 @@ def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
     refused = libra(*asked)
     assert (refused.exit_code, refused.stderr) == (
         2,
-        "libra: --rate is missing: a plan is for a rate of requests; give it\n",
+        "libra: --rate is missing: give the rate of requests to plan for\n",
     )
     for rate, shown in ((1000, "1000"), (1e300, "1e+300")):
         impossible = libra(*asked, "--rate", rate, "--gpus", 1)

@@ -351,7 +351,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     (
         "a budget without times",
         group(max_num_batched_tokens=100_000),
-        ("engines.0: the engine's times are not known up to", "max_num_batched_tokens 100000", "lower what goes"),
+        ("engines.0: engine times are not known up to", "max_num_batched_tokens 100000", "lower the keys that"),
     ),
     ("no such profile", group(profile="no.json"), ("engines.0.profile: ", "no.json", "or give another file")),
     (
@@ -576,7 +576,7 @@ def test_a_plan_refuses_a_log_that_its_engines_do_not_hold(plans: dict[str, Path
 
 def test_the_plan_of_a_machine_is_not_rehearsed(plans: dict[str, Path]) -> None:
     assert_refused(
-        libra("rehearse", plans["slots"], "-t", LOG), "the plan is of slots of one machine; plan for a cluster of GPUs"
+        libra("rehearse", plans["slots"], "-t", LOG), "the plan is for slots of one machine; plan for a cluster of GPUs"
     )
 
 
@@ -628,7 +628,7 @@ def test_a_plan_that_does_not_answer_its_request_is_refused_by_all(
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(found))
     verb, *options = command
-    assert_refused(libra(verb, plan, *options), "not an answer to the request in it", "it has 48; plan again")
+    assert_refused(libra(verb, plan, *options), "does not answer its own request", "it has 48; plan again")
 
 
 def test_explaining_what_is_no_plan_says_what_to_give() -> None:

@@ -27,8 +27,11 @@ PLAN = (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", [("-c", SLOW_IMPORT), PLAN], ids=["import", "plan"])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [(("-c", SLOW_IMPORT), signal.SIGINT), (("-c", SLOW_IMPORT), signal.SIGTERM), (PLAN, signal.SIGINT)],
+    ids=["import, INT", "import, TERM", "plan, INT"],
+)
 def test_an_interrupted_command_says_so(command: tuple[str, ...], number: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -84,6 +84,12 @@ BAD = [
     ("typo", change("training.learning_rat", 1e-4), "training.learning_rat: unknown key 'learning_rat'; did you mean"),
     ("typo at the top", change("trainig", {}), "trainig: unknown key 'trainig'; did you mean training?"),
     ("unlike any key", change("xyz", 1), "xyz: unknown key 'xyz'; known are allocation, checkpoint_every"),
+    (
+        "option of an environment",
+        change("environment.url", "http://127.0.0.1:1"),
+        "environment: unknown key 'url'; put what the environment itself reads under options",
+    ),
+    ("typo in the environment", change("environment.optoins", {}), "environment.optoins: unknown key 'optoins'; did"),
     ("typo in an engine", change("engines.short.max_modle_len", 64), "did you mean max_model_len?"),
     ("typo in a bucket", change("start.buckets.0.upto", 40), "start.buckets.0.upto: unknown key 'upto'; did you mean"),
     ("typo in the cluster", change("cluster.slot", 4), "cluster.slot: unknown key 'slot'; did you mean slots?"),

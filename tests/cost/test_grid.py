@@ -128,11 +128,11 @@ def test_a_saved_grid_is_loaded_equal(tmp_path: Path) -> None:
     [
         ('"gpu": "A100"', '"gpu": "A800"', "the values have"),
         ('"gpu": "A100"', '"gpu": 100', "gpu"),
-        ('"gpu": "A100"', '"gpu": "A100", "vendor": "x"', "vendor: not a field"),
-        ('"tp": 2', '"tp": 2, "pp": 1', r"engines\.1\.pp: not a field"),
+        ('"gpu": "A100"', '"gpu": "A100", "vendor": "x"', "vendor: unknown field"),
+        ('"tp": 2', '"tp": 2, "pp": 1', r"engines\.1\.pp: unknown field"),
         ('"tp": 2', '"tp": "2"', r"engines\.1\.tp"),
         ('"tp": 2', '"tp": 1', "rising order"),
-        ('"profile"', '"extra": 1, "profile"', "nothing else"),
+        ('"profile"', '"extra": 1, "profile"', "no others"),
         ("{", "[", "not JSON"),
     ],
 )

@@ -162,7 +162,7 @@ def test_lines_that_do_not_follow_each_other_are_found(order: list[int]) -> None
 
 
 def test_a_move_that_never_began_is_refused() -> None:
-    with pytest.raises(JournalError, match="a move of hybrid-0 ends that never began"):
+    with pytest.raises(JournalError, match="a move of hybrid-0 ends without a beginning"):
         replay([MoveDone("hybrid-0", 1.0)])
 
 

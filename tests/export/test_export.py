@@ -237,7 +237,7 @@ def test_nodes_of_two_sizes_are_refused_where_there_is_one_key(name: str) -> Non
     plan = Planner(Cluster((A800, four)), QWEN_14B, recipe_for(name)).plan(CLASSES)
     pools = {group.role: group.pool for group in plan.placement}
     assert len(set(pools.values())) == 2
-    with pytest.raises(ExportError, match=rf"GPUs, and nodes that generate \d: {name} has one number for both"):
+    with pytest.raises(ExportError, match=rf"GPUs, nodes that generate \d: {name} has one number for both"):
         export(plan, name)
     text = export(plan, "skyrl").text
     assert "trainer.placement.policy_num_nodes=2" in text

@@ -130,5 +130,5 @@ def test_what_cannot_be_launched_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--launch: unknown launcher 'slrm'; did you mean slurm\?"):
         launched(LINES, "cmlfq", "slrm")
     unknown = ServeLine("a-0", [0], FIRST_PORT, "org/model", {})
-    with pytest.raises(ValueError, match="max_model_len of a-0-8000 is missing: the router has to know it"):
+    with pytest.raises(ValueError, match="max_model_len of a-0-8000 is missing: the router needs it"):
         gateway_file([unknown], "cmlfq")

@@ -67,7 +67,7 @@ class MadeTrainers:
 
     def require_core(self) -> None:
         if self.core.lost:
-            raise CoreLostError("core trainer core-0 is gone, and no other is left")
+            raise CoreLostError("core trainer core-0 is gone, and none is left")
 
     async def save(self, directory: Path, optimiser: bool) -> None:
         assert optimiser

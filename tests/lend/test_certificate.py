@@ -57,7 +57,7 @@ def test_one_from_before_limits_were_kept_is_loaded_and_says_nothing_of_them(tmp
 def test_two_models_of_one_name_are_told_apart() -> None:
     assert LIMITED.mismatch(MADE.model, MADE.hardware, MADE.slo) is None
     assert LIMITED.mismatch(MADE.model, MADE.hardware, MADE.slo, 8_000) is None
-    said = "the certificate is of a Qwen/Qwen3-8B of 8,000 parameters, not of 7,999"
+    said = "the certificate is for a Qwen/Qwen3-8B of 8,000 parameters, not of 7,999"
     assert LIMITED.mismatch(MADE.model, MADE.hardware, MADE.slo, 7_999) == said
 
 
@@ -83,10 +83,10 @@ def test_a_server_with_other_limits_is_not_what_was_certified(limits: ServerLimi
     [
         ("Qwen/Qwen3-8B", "1 x H100", Slo(0.5, 0.05), None),
         ("Qwen/Qwen3-8B", "1 x H100", Slo(0.9, 0.06), None),
-        ("Qwen/Qwen3-4B", "1 x H100", Slo(0.5, 0.05), "is of Qwen/Qwen3-8B, not of Qwen/Qwen3-4B"),
-        ("Qwen/Qwen3-8B", "1 x A100", Slo(0.5, 0.05), "is of 1 x H100, not of 1 x A100"),
-        ("Qwen/Qwen3-8B", "1 x H100", Slo(0.4, 0.05), "ttft is 0.4 s; the certificate is of 0.5 s"),
-        ("Qwen/Qwen3-8B", "1 x H100", Slo(0.5, 0.04), "tpot is 0.04 s; the certificate is of 0.05 s"),
+        ("Qwen/Qwen3-4B", "1 x H100", Slo(0.5, 0.05), "is for Qwen/Qwen3-8B, not for Qwen/Qwen3-4B"),
+        ("Qwen/Qwen3-8B", "1 x A100", Slo(0.5, 0.05), "is for 1 x H100, not for 1 x A100"),
+        ("Qwen/Qwen3-8B", "1 x H100", Slo(0.4, 0.05), "ttft is 0.4 s; the certificate is for 0.5 s"),
+        ("Qwen/Qwen3-8B", "1 x H100", Slo(0.5, 0.04), "tpot is 0.04 s; the certificate is for 0.05 s"),
     ],
 )
 def test_of_what_it_says_nothing(model: str, hardware: str, slo: Slo, said: str | None) -> None:

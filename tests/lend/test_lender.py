@@ -60,17 +60,17 @@ def test_a_pool_spreads_its_traffic_over_its_engines() -> None:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("nothing is lent", lambda: made(pool=replace(POOL, lends=None)), "pool chat has no lends; say what it serves"),
-    ("another model", lambda: made([replace(CERTIFICATE, model="m")]), "certificates: c.json: the certificate is of m"),
-    ("other hardware", lambda: made([replace(CERTIFICATE, hardware="2 x A800")]), "is of 2 x A800, not of 1 x A800"),
+    ("nothing is lent", lambda: made(pool=replace(POOL, lends=None)), "pool chat has no lends; add its model"),
+    ("another model", lambda: made([replace(CERTIFICATE, model="m")]), "c.json: the certificate is for m, not"),
+    ("other hardware", lambda: made([replace(CERTIFICATE, hardware="2 x A800")]), "is for 2 x A800, not for 1 x A800"),
     ("too many parts", lambda: made(pool=replace(POOL, nodes=replace(POOL.nodes, gpus=32), lends=replace(TERMS,
      tensor_parallel_size=32))), "tensor_parallel_size: Qwen/Qwen3-0.6B: "),
     ("a laxer SLO", lambda: made(pool=replace(POOL, lends=replace(TERMS, ttft=0.5))), "ttft is 0.5 s; the certificate"),
-    ("one use twice", lambda: made([CERTIFICATE, CERTIFICATE]), "certificates: two are of use 0.8; keep"),
+    ("one use twice", lambda: made([CERTIFICATE, CERTIFICATE]), "certificates: two have use 0.8; keep"),
     ("no rate", lambda: lender(), "rates of chat are (); give one or more"),
     ("an endless rate", lambda: lender(float("inf")), "rates of chat are (inf,)"),
     ("no time", lambda: lender(1.0, period=0.0), "a period of 0 s"),
-    ("no certificate", lambda: lender(1.0, certificates=()), "certificates of chat are of use []"),
+    ("no certificate", lambda: lender(1.0, certificates=()), "certificates of chat have use []"),
 ]  # fmt: skip
 
 

@@ -105,7 +105,7 @@ async def test_an_agent_that_is_away_is_asked_until_it_lends(tmp_path: Path) -> 
         assert not launcher.offers(4) and launcher.offers(0)
         with pytest.raises(WorkerLostError):
             await launcher.spawn("lent-0", 4)
-        lenders.answer = NotNow("the engine is not ready yet; come back")
+        lenders.answer = NotNow("the engine is not ready yet; try again")
         async with lenders.agent():
             while len(lenders.heard) < 3:
                 await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_an_agent_that_is_away_is_asked_until_it_lends(tmp_path: Path) -> 
             assert launcher.offers(4)
         assert lenders.told == [
             f"{lenders.socket} lends nothing yet, and is asked again: no agent answers (No such file or directory)",
-            f"{lenders.socket} lends nothing yet, and is asked again: the engine is not ready yet; come back",
+            f"{lenders.socket} lends nothing yet, and is asked again: the engine is not ready yet; try again",
         ]
 
 

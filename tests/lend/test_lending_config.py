@@ -46,7 +46,7 @@ BAD = [
         {**AGENTS, "servers": 1},
         "servers is 1: give server and ttft and tpot, t",
     ),
-    ("an agent twice", {**AGENTS, "agents": ["a", "a"]}, "lending: agents names one twice"),
+    ("an agent twice", {**AGENTS, "agents": ["a", "a"]}, "lending: agents names a socket twice"),
     (
         "a baseline at agents",
         {**AGENTS, "rule": "naive"},

@@ -45,7 +45,7 @@ def test_a_loan_is_taken_and_given_back_as_traffic_moves() -> None:
     assert borrowed[0] == borrowed[3] == 0
     assert borrowed[1] > 0 and borrowed[2] > 0
     assert "no longer fits" in replanner.looks[-1].decision.reason
-    with pytest.raises(ValueError, match="lenders are of no pool; give one for each of the planner's, in order: chat"):
+    with pytest.raises(ValueError, match="lenders are for no pool; give one for each of the planner's: chat"):
         replanner.lend([])
     with pytest.raises(ValueError, match="there is no planner"):
         Replanner(None, tracker=recipe_tracker(PLANNER.recipe, 4.0)).lend([quiet])

@@ -56,10 +56,10 @@ async def test_what_lending_gave_and_cost(servers: TracedServers, tmp_path: Path
     assert found is not None and found.users is not None
     assert (found.rule, found.share, found.grants, found.overstayed, found.recalls) == ("gate", 0.6, 30, 1, 7)
     assert (found.users.requests, found.users.missed) == (2, 1)
-    assert "had the lent devices for 60% of the time it wanted them; 1 of 2 users' requests missed" in found.words
+    assert "had the lent devices for 60 % of the time it wanted them; 1 of 2 users' requests missed" in found.words
     told = await Borrowing("gate", None, cast(LenderLauncher, object())).end(loans, recalls=7)
     assert told == replace(found, users=None)
-    assert told.words == "lending (gate): rollout had the lent devices for 60% of the time it wanted them"
+    assert told.words == "lending (gate): rollout had the lent devices for 60 % of the time it wanted them"
     assert await Borrowing("off", None, None).end([], recalls=0) is None
     assert not list(tmp_path.glob("device-*"))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.live.pace import Pace
+from libra.live.pace import Pace, pace_classes
 
 TURNS = st.lists(
     st.tuples(st.integers(0, 5000), st.floats(0, 600), st.floats(0, 1e7)), min_size=1, max_size=40
@@ -73,3 +73,19 @@ def test_similar_engines_stand_in_until_an_engine_has_turns_of_its_own() -> None
     for _ in range(100):
         new.observe(2048, 2048 * 0.03, 500.0)
     assert new.token_seconds(500.0) == pytest.approx(0.03, rel=0.05)
+
+
+@given(st.lists(st.floats(1e-3, 1.0), max_size=8))
+def test_a_gap_in_the_paces_parts_two_classes(paces: list[float]) -> None:
+    classes = pace_classes(paces)
+    for own, number in zip(paces, classes, strict=True):
+        for other, its in zip(paces, classes, strict=True):
+            between = sorted(it for it in paces if min(own, other) <= it <= max(own, other))
+            gap = any(high > 1.25 * low for low, high in pairwise(between))
+            assert (number != its) == gap
+            assert own >= other or number <= its
+    assert set(classes) == set(range(len(set(classes))))
+
+
+def test_engines_of_unknown_pace_are_of_one_class() -> None:
+    assert pace_classes([0.0, 0.0, 0.0]) == [0, 0, 0]

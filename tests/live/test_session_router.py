@@ -72,7 +72,7 @@ def test_a_server_that_comes_back_owes_nothing_to_its_turns_of_before() -> None:
     of = router(servers=1)
     of.acquire("t", 100)
     of.remove(["s0"])
-    with pytest.raises(LookupError, match="no server is in service"):
+    with pytest.raises(LookupError, match="no server is available"):
         of.acquire("u", 1)
     of.add(["s0"])
     of.release("s0", "t")

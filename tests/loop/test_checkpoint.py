@@ -113,7 +113,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     damage(newest / name)
     assert latest_checkpoint(tmp_path) == (before, STATE)
     damage(before / name)
-    with pytest.raises(ConfigError, match=r"holds no whole checkpoint \(.*checkpoint-9/.*\); start again with --overw"):
+    with pytest.raises(
+        ConfigError, match=r"has no complete checkpoint \(.*checkpoint-9/.*\); start again with --overw"
+    ):
         latest_checkpoint(tmp_path)
 
 

@@ -252,7 +252,7 @@ async def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs:
     await until(lambda: any(config.run_directory.glob("checkpoint-*[0-9]/state.json")), task)
     for name in ("core-0", "core-1"):
         runs.launcher.workers[name].die()
-    with pytest.raises(CoreLostError, match=r"core trainer .*core-1 is gone, and no other is left"):
+    with pytest.raises(CoreLostError, match=r"core trainer .*core-1 is gone, and none is left"):
         await task
     summary = await runs.start(config, resume=True)
     require_whole(config.run_directory, summary, steps=60)

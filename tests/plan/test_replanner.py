@@ -218,9 +218,9 @@ def test_errors_say_what_to_do() -> None:
         Replanner(PLANNER).realised(1.0)
     with pytest.raises(ValueError, match="observe"):
         Replanner(PLANNER).step([], [])
-    with pytest.raises(ValueError, match="give a planner, or a tracker"):
+    with pytest.raises(ValueError, match="planner and tracker are missing"):
         Replanner(None)
-    with pytest.raises(ValueError, match="there is no planner; ask outlook"):
+    with pytest.raises(ValueError, match="there is no planner; call outlook"):
         Replanner(None, tracker=recipe_tracker(PLANNER.recipe, 4.0)).step(trajectories(1, 1), [])
 
 

@@ -9,7 +9,7 @@ from libra.report.router_view import DecisionView, EndedLength, EngineView, Rout
 from libra.trajectory import Turn
 
 ENGINES = (
-    EngineView("e0", 0, True, None, 3, 900, 4096, 12, 340, 2, 1, 0.25),
+    EngineView("e0", 0, True, None, 3, 900, 4096, 12, 340, 2, 1, 0.25, 0.0123),
     EngineView("e1", 1, False, "/health is silent for 2 s", 0, 0, 8192, 0, 0),
 )
 
@@ -58,6 +58,7 @@ def test_a_router_without_traffic_says_so() -> None:
 def test_engines_say_what_they_know() -> None:
     html = router_page(view())
     assert cells(html, "Engine") == ["e0", "e1"]
+    assert cells(html, "A token takes") == ["12.3 ms", "-"]
     assert cells(html, "Running") == ["2", "-"] and cells(html, "Waiting") == ["1", "-"]
     assert cells(html, "KV held") == ["25 %", "-"]
 

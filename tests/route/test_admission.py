@@ -164,7 +164,7 @@ def test_a_batch_is_taken_in_parts_as_its_groups_are_complete() -> None:
     assert admission.take_part() == []  # a and b were started under version 0: they are the next batch
     completed(admission, "b")
     assert names(admission.take_part()) == ["b"]
-    with pytest.raises(ValueError, match="1 groups of the next batch are taken already"):
+    with pytest.raises(ValueError, match="1 groups of the next batch are already taken"):
         admission.take()
 
 

@@ -280,7 +280,7 @@ async def test_other_machines_need_a_token(host: str) -> None:
         ("a b", 0o600, "no token"),
         ("tökén", 0o600, "no token"),
         ("abc\n", 0o644, "chmod 600"),
-        ("a" * 5000, 0o600, "fits no header"),
+        ("a" * 5000, 0o600, "does not fit a header"),
     ],
 )
 def test_a_token_file_is_refused(tmp_path: Path, content: str, mode: int, says: str) -> None:

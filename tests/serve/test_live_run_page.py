@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,15 +63,28 @@ def test_the_command_serves_until_it_is_ended(run: Path) -> None:
     asyncio.run(_served(run))
 
 
-async def _served(run: Path) -> None:
-    command = [sys.executable, "-m", "libra.cli.app", "report", str(run), "--page", "0"]
+def test_a_browser_is_asked_for_the_token(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("secret\n")
+    asyncio.run(_served(run, "--token-file", str(file), password="secret"))
+
+
+async def _served(run: Path, *options: str, password: str | None = None) -> None:
+    command = [sys.executable, "-m", "libra.cli.app", "report", str(run), "--page", "0", *options]
+    headers = (
+        {} if password is None else {"Authorization": f"Basic {b64encode(f'anyone:{password}'.encode()).decode()}"}
+    )
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = await asyncio.to_thread(process.stdout.readline)
         found = re.fullmatch(r"page: (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
         assert found is not None, line
-        async with ClientSession(found[1]) as session:
+        async with ClientSession(found[1]) as stranger, stranger.get("/", headers={"Accept": "text/html"}) as answer:
+            assert answer.status == (200 if password is None else 401)
+            assert answer.headers.get("WWW-Authenticate", "Basic").startswith("Basic")
+        async with ClientSession(found[1], headers=headers) as session:
             async with session.get("/") as answer:
                 text = await answer.text()
                 assert answer.status == 200 and "<svg" in text and 'id="live"' in text
@@ -82,6 +96,12 @@ async def _served(run: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait, 30) == 0
     assert not (run / "report.html").exists()
+
+
+def test_a_token_without_a_page_is_refused(run: Path) -> None:
+    command = [sys.executable, "-m", "libra.cli.app", "report", str(run), "--token-file", "token"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--token-file guards the page" in done.stderr
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_an_answer_is_written_point_by_point(tmp_path: Path) -> None:
         assert f"#   libra simulate {file} --requests REQUESTS{repeat} --rate-scale {scale!r}\n" in text
         assert load_engines(file).engines[0].config.max_model_len == found.question.longest
         assert yaml.safe_load(text)["engines"][0]["model"] == str(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"point-1\.yaml: is there already; give another directory, or remove it"):
+    with pytest.raises(ValueError, match=r"point-1\.yaml: exists already; give another directory, or remove it"):
         write_engines(found, tmp_path / "new" / "engines")
     with pytest.raises(ValueError, match=r"config\.json: is not a directory"):
         write_engines(found, tmp_path / "model" / "config.json")

@@ -169,7 +169,7 @@ def test_a_plan_mixes_engines_with_the_tiers_that_serve_most() -> None:
             [{**HOST, "bandwidth": 1e3}],
             r"kv_tiers.1.0.bandwidth is 1000 bytes/s: .* for more than 60 minutes: raise it",
         ),
-        ([HOST, HOST], r"kv_tiers.1.1.name is host, as is another's: name each once"),
+        ([HOST, HOST], r"kv_tiers.1.1.name is host, and another tier has it: name each once"),
         (
             [HOST, {**HOST, "name": "disk", "blocks_per_chunk": 4}],
             r"kv_tiers.1.1.blocks_per_chunk is 4, that of host 1",

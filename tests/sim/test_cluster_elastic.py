@@ -43,6 +43,13 @@ def cluster_of(names: str, *requests: Request, **others: Any) -> SimCluster:
     return SimCluster([spec_of(name) for name in names], open_loop(*requests), LeastLoaded(), **others)
 
 
+def test_engines_of_unequal_pace_are_told_apart() -> None:
+    twice = AffineCost(20, per_sequence=2, per_context_token=2, per_new_token=4)
+    specs = [spec_of("a", cost=SLOPED), spec_of("b", cost=twice), spec_of("c", cost=replace(SLOPED))]
+    cluster = SimCluster(specs, open_loop(), LeastLoaded())
+    assert [it.pace_class for it in cluster.placer.fleet.instances] == [0, 1, 0]
+
+
 # Actions
 
 
@@ -65,7 +72,7 @@ def test_an_action_comes_after_what_ends_and_before_what_arrives() -> None:
 def test_what_is_over_cannot_be_done() -> None:
     cluster = cluster_of("a", Request(0, 0, 8, 5))
     cluster.at(30, lambda _: cluster.at(29, print))
-    with pytest.raises(ValueError, match="tick 29 is over, it is 30"):
+    with pytest.raises(ValueError, match="tick 29 is in the past; now is 30"):
         cluster.run()
 
 
@@ -120,7 +127,7 @@ def test_what_a_closed_engine_had_goes_on_elsewhere(exact: bool) -> None:
 
 def test_names_are_of_one_engine_at_a_time() -> None:
     cluster = cluster_of("ab", Request(0, 0, 8, 9), Request(1, 0, 8, 9), Request(2, 100, 8, 2), Request(3, 100, 8, 2))
-    with pytest.raises(ValueError, match="there is an engine b already: close it first"):
+    with pytest.raises(ValueError, match="engine b exists already: close it first"):
         cluster.add(spec_of("b"))
     cluster.at(20, lambda _: cluster.close("b"))
     cluster.at(50, lambda _: cluster.add(spec_of("b")))
@@ -148,7 +155,7 @@ def test_the_impatient_are_refused_and_the_patient_wait_for_ever() -> None:
     cluster.run()
     assert [(it.status, it.reason, it.finish) for it in cluster.requests] == [("refused", reason, 5)]
     cluster = SimCluster([spec_of("a", longest=16)], open_loop(Request(3, 5, 40, 3)), LeastLoaded(), patient=True)
-    with pytest.raises(RuntimeError, match=f"1 requests wait for an engine for ever, first of all 3: {reason}"):
+    with pytest.raises(RuntimeError, match=f"1 requests wait for an engine forever, the first is 3: {reason}"):
         cluster.run()
 
 

@@ -191,7 +191,7 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
     [
         ([PREFILL], {"kv_transfer": {"bandwidth": 1e9}}, "engines have the role prefill, and none has decode: add one"),
         ([DECODE], {"kv_transfer": {"bandwidth": 1e9}}, "engines have the role decode, and none has prefill: add one"),
-        ([PREFILL, DECODE], {}, "kv_transfer is missing: engines with roles need a way for their KV"),
+        ([PREFILL, DECODE], {}, "kv_transfer is missing: engines with roles transfer KV"),
         ([{}], {"kv_transfer": {"bandwidth": 1e9}}, "no engine has the role prefill or decode: give them one"),
         (
             [PREFILL, {**DECODE, "block_size": 32}],
@@ -276,7 +276,7 @@ def test_a_tier_holds_what_its_memory_does(tmp_path: Path) -> None:
         ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1: host holds"),
         ({"kv_tiers": [{**HOST, "policy": "fifo"}]}, "kv_tiers.0.policy"),
         ({"kv_tiers": [HOST], "enable_prefix_caching": False}, "set it to true"),
-        ({"kv_tiers": [HOST, HOST]}, "kv_tiers.1.name is host, as is another's: name each once"),
+        ({"kv_tiers": [HOST, HOST]}, "kv_tiers.1.name is host, and another tier has it: name each once"),
     ],
 )
 def test_tiers_that_are_none_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:

@@ -4,17 +4,53 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+import sys
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 from msgspec.structs import replace
 
 from benchmarks.soak.attack.commands import MOST_BYTES, MOST_SECONDS, Ended
 from benchmarks.soak.attack.damage import KINDS, Damage, drawn
+from benchmarks.soak.attack.servers import answering
 from benchmarks.soak.attack.strangers import _kept_out, attack_as_stranger
 
 REFUSED = Ended(2, "libra: f: no\n", "", 0.1, 10**6)
+
+
+SLOW = """
+import http.server, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        Health.asked += 1
+        self.send_response(200 if Health.asked > 2 and self.path == "/health" else 503)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def test_a_server_of_others_is_there_once_it_is_healthy() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    base = f"http://127.0.0.1:{port}"
+    with answering([sys.executable, "-c", SLOW, str(port)], base), urlopen(f"{base}/health") as answer:
+        assert answer.status == 200
+    with pytest.raises(URLError):
+        urlopen(f"{base}/health")
+
+
+def test_a_server_of_others_that_ends_is_told() -> None:
+    with (
+        pytest.raises(RuntimeError, match="ended with status 3"),
+        answering(["sh", "-c", "exit 3"], "http://127.0.0.1:1"),
+    ):
+        pass
 
 
 def changed(**fields: Any) -> Ended:

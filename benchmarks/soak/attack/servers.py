@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import yaml
@@ -22,6 +24,7 @@ from libra.backends.launch.worker import die_with
 
 MODULE = [sys.executable, "-m"]
 LONGEST = 16_384  # tokens of a context
+_PATIENCE, _PAUSE = 60.0, 0.1  # seconds
 
 
 @dataclass(slots=True)
@@ -72,6 +75,41 @@ def started(*words: object, files: int | None = None) -> Iterator[Server]:
         yield server
     finally:
         server.end()
+
+
+@contextmanager
+def answering(command: Sequence[str], base: str) -> Iterator[None]:
+    """A program of others, which does not say when it is ready."""
+    ours = os.getpid()
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=lambda: die_with(ours)
+    )
+    try:
+        wait_until_healthy(process, base)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until_healthy(process: subprocess.Popen[Any], base: str) -> None:
+    """Until `GET base/health` answers with status 200: a router's, as soon as an engine of it does. Raises RuntimeError
+    if the process ends before."""
+    until = time.monotonic() + _PATIENCE
+    while not _is_healthy(base):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server of {base} ended with status {process.returncode}")
+        if time.monotonic() > until:
+            raise RuntimeError(f"{base} is not healthy after {_PATIENCE:g} s")
+        time.sleep(_PAUSE)
+
+
+def _is_healthy(base: str) -> bool:
+    try:
+        with urlopen(f"{base}/health", timeout=_PATIENCE) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def emulate(file: Path, *options: object, **more: object) -> tuple[object, ...]:

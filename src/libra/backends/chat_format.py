@@ -38,7 +38,7 @@ class ChatFormat:
     """Text, tokens and messages of one model. `stop_token` ends each of its turns."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError where the model cannot chat."""
+        """Raises ConfigError if the model cannot chat."""
         from transformers import PreTrainedTokenizerFast  # only served episodes need it, and it takes most of a second
 
         try:
@@ -58,7 +58,7 @@ class ChatFormat:
             self._response = _HERMES
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
-        """The text of a chat up to the next turn of the assistant. Raises ValueError where the template refuses it."""
+        """The text of a chat up to the next turn of the assistant. Raises ValueError if the template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [_told(message) for message in messages],

@@ -71,7 +71,7 @@ def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
             own = tuple(users.get(uuid, ()))
             gpus.append(Gpu(int(index), uuid, name, int(memory) * _MIB, (int(major), int(minor)), driver, own))
     except ValueError as error:  # such as [N/A] for the memory of a GPU that shares the processor's
-        raise DeviceError(f"{_TOOL} does not say what is asked of a GPU: {error}") from None
+        raise DeviceError(f"{_TOOL} gives no usable description of a GPU: {error}") from None
     return tuple(_visible(gpus, environment.get("CUDA_VISIBLE_DEVICES")))
 
 
@@ -82,7 +82,7 @@ def run_gpus(cluster: ClusterConfig) -> tuple[Gpu, ...]:
     try:
         gpus = inventory()
     except DeviceError as error:
-        raise ConfigError(f"cluster.device: {error}; set it to cpu, or mend the driver") from None
+        raise ConfigError(f"cluster.device: {error}; set it to cpu, or repair the driver") from None
     if not gpus and cluster.device == "cuda":
         raise ConfigError(f"cluster.device: cuda, and {_TOOL} lists no GPU that is visible here; set it to cpu")
     return gpus
@@ -125,7 +125,7 @@ def placed(gpus: Sequence[Gpu], slots: int, share: float, each: int) -> tuple[Sl
 
 
 def _as_placed(gpus: Sequence[Gpu], placement: Sequence[Sequence[int]], share: float) -> tuple[SlotDevice, ...]:
-    """The slots on the GPUs that were named. Raises `ConfigError` where one is not there, or is used."""
+    """The slots on the GPUs that were named. Raises `ConfigError` if one is not there, or is used."""
     there = {gpu.index: gpu for gpu in gpus}
     for index in (index for slot in placement for index in slot):
         if index not in there or there[index].users:
@@ -137,7 +137,7 @@ def _as_placed(gpus: Sequence[Gpu], placement: Sequence[Sequence[int]], share: f
 
 
 def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:
-    """Speed of bf16 on the oldest of these GPUs. Raises `DeviceError` where there is none."""
+    """Speed of bf16 on the oldest of these GPUs. Raises `DeviceError` if there is none."""
     if not gpus:
         raise DeviceError(f"{_TOOL} lists no GPU that is visible here")
     return gpu_bf16(min(gpu.capability for gpu in gpus))
@@ -166,9 +166,9 @@ def _query(what: str, environment: Mapping[str, str]) -> list[list[str]]:
         )
     except subprocess.CalledProcessError as error:
         said = (error.stdout or error.stderr or "").strip().splitlines()
-        raise DeviceError(f"{_TOOL} fails: {said[-1] if said else f'exit status {error.returncode}'}") from None
+        raise DeviceError(f"{_TOOL} failed: {said[-1] if said else f'exit status {error.returncode}'}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError(f"{_TOOL} cannot be asked: {error}") from None
+        raise DeviceError(f"{_TOOL} cannot be run: {error}") from None
     return [[value.strip() for value in line.split(",")] for line in found.stdout.splitlines() if line.strip()]
 
 

@@ -123,7 +123,7 @@ def compare_policies(
     unknown or named twice."""
     twice = next((it for it in policies if list(policies).count(it) > 1), None)
     if twice is not None:
-        raise ValueError(f"{twice} is compared with itself; name each policy once")
+        raise ValueError(f"{twice} is given twice; name each policy once")
     for name in policies:
         load_policy(name)
     cells = [(policy, seed) for seed in seeds for policy in policies]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
+from libra.cli.options import TokenFile
 from libra.cli.output import tell_notes
 from libra.report.words import printable
 
@@ -28,9 +29,7 @@ def emulate(
     host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
         "127.0.0.1"
     ),
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must send.")
-    ] = None,
+    token_file: TokenFile = None,
     speed: Annotated[float, typer.Option(help="Simulated seconds per second.")] = 1.0,
     default_tokens: Annotated[
         int, typer.Option(help="Tokens generated for a request without max_tokens; its finish reason is `stop`.")

@@ -15,6 +15,9 @@ ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="Write t
 ResultPage = Annotated[Path | None, typer.Option("--report", help="Write the result as an HTML page to this file.")]
 TraceFile = Annotated[Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")]
 ResultAsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help="File with the bearer token that clients must send.")
+]
 
 
 def page_option(served: str) -> Any:

@@ -45,7 +45,7 @@ def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> 
 
 
 def _try(path: Path) -> None:
-    """Raise ValueError where `path` cannot be written. Leaves the file as it is."""
+    """Raise ValueError if `path` cannot be written. Leaves the file as it is."""
     with writing(path):
         if os.path.lexists(path):
             if not os.access(path, os.W_OK) and path.exists():
@@ -79,7 +79,7 @@ def told_before(note: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as UTF-8. Raises ValueError where it cannot be written."""
+    """Write a file as UTF-8. Raises ValueError if it cannot be written."""
     with writing(path):
         path.write_text(text, encoding="utf-8")
 

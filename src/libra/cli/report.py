@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.options import page_option
+from libra.cli.options import TokenFile, page_option
 from libra.cli.output import check_writable, tell_notes, write_text
 
 
@@ -24,18 +24,25 @@ def report(
         int | None,
         page_option("the page at this port of 127.0.0.1, and renew it during the run"),
     ] = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Make the page of a run from its records, also of a run that was killed or is still running.
 
-    With --page a browser has it live, until Ctrl-C. Exit status: 0 done, 2 bad input.
+    With --page a browser has it live, until Ctrl-C; with --token-file it asks for the token as a password.
+
+    Exit status: 0 done, 2 bad input.
     """
     require("report")
+    if token_file is not None and page_port is None:
+        bad_input(ValueError("--token-file guards the page of --page: leave it out, or serve the page"))
     if page_port is not None:
         require("http")
+        from libra.serve.guard import read_token
+
         try:
             if output is not None:
                 raise ValueError("--output is a file, and --page serves the page: give one of them")
-            asyncio.run(_serve(run, page_port))
+            asyncio.run(_serve(run, page_port, None if token_file is None else read_token(token_file)))
         except (ValueError, OSError) as error:
             bad_input(error)
         return
@@ -55,11 +62,11 @@ def report(
     typer.echo(f"report: {page}")
 
 
-async def _serve(run: Path, port: int) -> None:
+async def _serve(run: Path, port: int, token: str | None) -> None:
     from libra.config.listeners import METRICS
     from libra.serve.http import serve
     from libra.serve.run_page import run_page
 
     async with run_page(run) as application:
         announce = "page: {}/ (Ctrl-C ends it)"
-        await serve(application, "127.0.0.1", port, lambda base: typer.echo(announce.format(base)), METRICS)
+        await serve(application, "127.0.0.1", port, lambda base: typer.echo(announce.format(base)), METRICS, token)

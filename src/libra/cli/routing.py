@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.options import page_option
+from libra.cli.options import TokenFile, page_option
 from libra.cli.output import check_writable, tell_note
 
 if TYPE_CHECKING:
@@ -52,9 +52,7 @@ def route(
     host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
         "127.0.0.1"
     ),
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must send.")
-    ] = None,
+    token_file: TokenFile = None,
     learn_from: Annotated[
         list[Path] | None,
         typer.Option(

@@ -15,7 +15,7 @@ from libra.config.listeners import is_local
 from libra.config.recipe import KVOnUpdate
 from libra.config.rooms import OfRoom
 from libra.config.yaml_file import ConfigError as ConfigError
-from libra.config.yaml_file import Section, read_section, unknown
+from libra.config.yaml_file import Section, nearest, read_section, shown, unknown
 
 LauncherKind = Literal["local", "ray"]
 AllocationMode = Literal["adaptive", "static"]
@@ -27,6 +27,15 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default={})  # passed to the environment
     train_prompts: PositiveInt = 512
     heldout_prompts: PositiveInt = 200
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_are_apart(cls, given: Any) -> Any:
+        """Refuse a key that belongs to the environment, with the place where it is read."""
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields and nearest(str(key), cls.model_fields) is None:
+                raise ValueError(f"unknown key {shown(key)}; put what the environment itself reads under options")
+        return given
 
 
 class ModelConfig(Section):
@@ -81,7 +90,7 @@ class ClusterConfig(Section):
             return self
         if self.launcher == "ray" or self.gpus > 1:
             raise ValueError(
-                "placement is of this machine, and says how many GPUs a slot has: leave it or gpus, ray out"
+                "placement describes this machine and the GPUs of a slot: leave it out, or gpus and launcher: ray"
             )
         given = [device for slot in self.placement for device in slot]
         if len(self.placement) != self.slots or not all(self.placement) or len({*given}) < len(given):
@@ -89,7 +98,7 @@ class ClusterConfig(Section):
         trains = self.core + self.hybrid
         if len({len(slot) for slot in self.placement[: None if self.hybrid else trains]}) > 1:
             raise ValueError(
-                "placement: slots that train have different numbers of devices, or than engines: make them equal"
+                "placement: slots have different numbers of devices: make them equal for all trainers and engines"
             )
         return self
 
@@ -240,6 +249,13 @@ class RunConfig(Section):
     )
     otel: str | None = None  # collector of OpenTelemetry spans; None: that of OTEL_EXPORTER_OTLP_ENDPOINT, if it is set
     lending: Annotated[LendingKeys, OfRoom("lending")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_plan(cls, given: Any) -> Any:
+        if isinstance(given, dict) and {"format", "allocation", "proof"} <= given.keys():
+            raise ValueError("this is a plan, not the configuration of a run: give libra run CONFIG --plan FILE")
+        return given
 
     @model_validator(mode="after")
     def _lends_shorter_engines(self) -> Self:

@@ -61,12 +61,12 @@ def duration(field: str, given: str, plausible: float = inf) -> float:
     number, unit = match.groups()
     value = float(number)
     if not unit and value > plausible:
-        raise ValueError(f"{field} is {number} seconds, which is long; write {number}ms or {number}s, as you mean it")
+        raise ValueError(f"{field} is {number} seconds, which is long; write {number}ms or {number}s")
     return value * DURATIONS[unit or "s"]
 
 
 def written(value: float, units: Mapping[str, float]) -> str:
-    """The shortest text that `quantity` reads as exactly this value, which is above 0. Raises ValueError where there is
+    """The shortest text that `quantity` reads as exactly this value, which is above 0. Raises ValueError if there is
     none.
 
     >>> written(50e9, RATES), written(81_559 * 2.0**20, SIZES)

@@ -60,7 +60,7 @@ class Profiling:
 
     @classmethod
     def of(cls, version: str) -> Profiling:
-        """The run of a version such as `0.9.2`. Raises ValueError where it is no version.
+        """The run of a version such as `0.9.2`. Raises ValueError if it is no version.
 
         Before 0.17 the sampler sorted all logits (vllm#33538): 37.7 bytes in logs of 0.10.2 and 0.15, 35 in one of 0.6
         (vllm#10511), and 44 by what profiling took from opt-125m when it began to sample (vllm#13594, for 0.8). Until
@@ -104,7 +104,7 @@ def kv_tokens(
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
     it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
     token, so the fullest stage decides. Another engine takes `taken` bytes of each device, and a drafter `kv_beside`
-    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError where the degrees do not
+    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError if the degrees do not
     divide the model.
 
     Where layers keep windows or states, tokens are those of sequences of `context` tokens each, by default the model's
@@ -122,9 +122,13 @@ def kv_tokens(
         switched=switched,
         profiling=profiling,
     )
-    free = memory * utilization - taken - held
-    tokens = int(max(0.0, free) / (quantization.kv_bytes_per_token(model, tp, pp, context) * (1 + kv_beside)))
-    return tokens // BLOCK * BLOCK
+    each = quantization.kv_bytes_per_token(model, tp, pp, context) * (1 + kv_beside)
+    return tokens_in(memory * utilization - taken - held, each)
+
+
+def tokens_in(free: float, each: float) -> int:
+    """Tokens of KV of `each` bytes in `free` bytes of a device, in whole blocks."""
+    return int(max(0.0, free) / each) // BLOCK * BLOCK
 
 
 def held_bytes(

@@ -27,7 +27,7 @@ class Balancing:
 
     def __post_init__(self) -> None:
         if self.num_redundant_experts < 0:
-            raise ValueError(f"num_redundant_experts is {self.num_redundant_experts}; it is 0 or more")
+            raise ValueError(f"num_redundant_experts is {self.num_redundant_experts}; give 0 or more")
         for field in ("window_size", "step_interval"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")

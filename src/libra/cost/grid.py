@@ -109,7 +109,7 @@ class EngineProfile:
             raise ValueError("EngineProfile.engines differ in terms or host; give all degrees the same")
 
     def grid(self, tp: int) -> EngineGrid:
-        """The grid of one degree. Raises ValueError where there is none."""
+        """The grid of one degree. Raises ValueError if there is none."""
         for grid in self.engines:
             if grid.tp == tp:
                 return grid
@@ -152,7 +152,7 @@ def _require_table(field: str, rows: tuple[int, ...], columns: tuple[int, ...], 
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise ValueError(f"EngineGrid.{field} has a time that is not positive and finite; measure it again")
     if (_resample(rows, columns, table, (1, *rows), (0, *columns)) < 0).any():
-        raise ValueError(f"EngineGrid.{field} falls below 0 before its first point; add a point nearer to 0")
+        raise ValueError(f"EngineGrid.{field} falls below 0 before its first point; add a point closer to 0")
     ends = _BEYOND * rows[-1], _BEYOND * columns[-1]
     if (_resample(rows, columns, table, (1, *rows, ends[0]), (0, *columns, ends[1])) < 0).any():
         raise ValueError(f"EngineGrid.{field} falls below 0 beyond its last point; add a point further out")

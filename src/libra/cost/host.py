@@ -40,7 +40,7 @@ class HostCost:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name} is {value} of the host; seconds are finite, and none may be negative")
+                raise ValueError(f"{field.name} is {value} of the host; give seconds, finite and 0 or more")
 
     @property
     def priced(self) -> bool:

@@ -34,7 +34,7 @@ class KernelTerms:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"KernelTerms.{field.name} is {value}; it is finite, and not negative")
+                raise ValueError(f"KernelTerms.{field.name} is {value}; give a finite number, 0 or more")
         if self.shared >= 1:
             raise ValueError(f"KernelTerms.shared is {self.shared}; a token that is read costs something: less than 1")
 

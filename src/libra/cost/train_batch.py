@@ -40,7 +40,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Trajectories by length, longest first. Raises ValueError where a length or a count is not positive."""
+    """Trajectories by length, longest first. Raises ValueError if a length or a count is not positive."""
 
     lengths: tuple[float, ...]
     counts: tuple[float, ...]
@@ -100,9 +100,9 @@ class Batch:
     def imbalance(self, ranks: Array, per_token: float, per_key: float) -> Array:
         """Work of the most loaded rank over the mean, when trajectories are dealt whole and as evenly as possible.
 
-        The largest of the bounds that no assignment beats: the longest trajectory; and, of the k * ranks + 1 longest,
-        k + 1 share a rank, for k up to 3. Longest-first assignment comes close to it (Graham 1969, SIAM J. Appl.
-        Math. 17:2, and at most a third above the optimum).
+        The larger of two lower bounds for any assignment: the longest trajectory; and, for k up to 3, the k + 1
+        shortest of the k * ranks + 1 longest, as k + 1 of those share a rank. Longest-first assignment comes close to
+        it (at most a third above the optimum, Graham 1969, SIAM J. Appl. Math. 17:2).
         """
         work = np.array([per_token * length + per_key * _keys(length) for length in self.lengths])
         upto = np.cumsum(self.counts)

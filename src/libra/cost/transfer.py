@@ -87,11 +87,11 @@ def all_reduce_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
 
 
 def dispatch_seconds(size: Column, reached: Callable[[Array], Array], group: Group, fabric: Fabric) -> Array:
-    """Every device sends each of its tokens, `size` bytes in all, to the devices of the group that have its experts.
+    """Seconds in which every device sends each of its tokens, `size` bytes in all, to the devices with its experts.
 
     A token goes to a node once and inside that node to a device once, however many of its experts are there. DeepEP
     does so (github.com/deepseek-ai/DeepEP), with which Megatron-LM and NeMo AutoModel dispatch. `reached(n)` is the
-    mean number of n equal parts of the experts that have one of a token's experts. Bringing results back moves as much.
+    mean number of n equal parts of the experts that have one of a token's experts. Returning results takes as long.
     """
     members = group.members(fabric)
     nodes = group.size / members

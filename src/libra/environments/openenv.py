@@ -186,21 +186,21 @@ def _text(value: object) -> str:
 
 
 def _schema(url: str) -> dict[str, Any]:
-    """The shapes of the server's actions and observations. Raises ValueError where it has none."""
+    """The shapes of the server's actions and observations. Raises ValueError if it has none."""
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{url}/schema", timeout=_CONNECT_SECONDS) as answer:
             found = json.load(answer)
         if isinstance(found, dict):
             return found
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     except HTTPError as error:
         raise ValueError(f"url: {url}/schema answers {error.code}: give the URL of an OpenEnv server") from None
     except OSError as error:
         why = getattr(error, "reason", error)
         raise ValueError(f"url: {url} does not answer ({why}): start its server, or give another URL") from None
     except ValueError as error:
-        raise ValueError(f"url: {url}/schema is no schema ({error}): give the URL of an OpenEnv server") from None
+        raise ValueError(f"url: {url}/schema is not a schema ({error}): give the URL of an OpenEnv server") from None
 
 
 def _field(option: str, name: str, schema: Mapping[str, Any]) -> str:

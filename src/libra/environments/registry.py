@@ -73,7 +73,7 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | S
 
 
 def _check_options(config: EnvironmentConfig, factory: Any) -> None:
-    """Raises ValueError where a built-in kind does not take the options."""
+    """Raises ValueError if a built-in kind does not take the options."""
     known = inspect.signature(factory).parameters
     lacking = [name for name, it in known.items() if it.default is it.empty and name not in config.options]
     if lacking:

@@ -77,15 +77,15 @@ class ServedEnvironment(Protocol):
 
 def split_of(tasks: Sequence[T], split: str, count: int, seed: int) -> list[T]:
     """`count` of the tasks, in an order that follows from `seed`; one task in five is held out, whatever the seed.
-    Raises ConfigError where there are fewer."""
+    Raises ConfigError if there are fewer."""
     order = list(tasks)
     random.Random("held out").shuffle(order)
     most = len(order) // _HELD_OUT
     of_split = order[:most] if split == "heldout" else order[most:]
     if count > len(of_split):
         raise ConfigError(
-            f"environment.{split}_prompts is {count}, and {len(of_split)} of {len(order)} tasks are for that: give at"
-            " most as many"
+            f"environment.{split}_prompts is {count}, and that split has {len(of_split)} of {len(order)} tasks: give"
+            f" at most {len(of_split)}"
         )
     random.Random(f"{split}:{seed}").shuffle(of_split)
     return of_split[:count]

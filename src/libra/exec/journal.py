@@ -178,7 +178,7 @@ def replay(entries: Iterable[AnyEntry]) -> JournalReplay:
         return _replay(entries)
     except KeyError as error:
         raise JournalError(
-            f"journal: a move of {error.args[0]} ends that never began; the journal is damaged, start a new run"
+            f"journal: a move of {error.args[0]} ends without a beginning; the journal is damaged, start a new run"
         ) from None
 
 

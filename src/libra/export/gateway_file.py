@@ -14,7 +14,7 @@ def gateway_file(
     lacks its longest context, or one of a pair lacks its partner."""
     for line in lines:
         if line.up_to is None:
-            raise ValueError(f"max_model_len of {line.name} is missing: the router has to know it; add it to the file")
+            raise ValueError(f"max_model_len of {line.name} is missing: the router needs it; add it to the file")
     engines = [
         {"name": it.name, "url": f"{url(it)}/v1", "max_model_len": it.up_to, "bucket": it.bucket} for it in lines
     ]

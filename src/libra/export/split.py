@@ -89,7 +89,7 @@ class DeviceSplit:
         train, rollout = self.train_class.gpus, self.rollout_class.gpus
         if train != rollout:
             raise ExportError(
-                f"nodes that train have {train} GPUs, and nodes that generate {rollout}: {self.framework.name} has one"
+                f"nodes that train have {train} GPUs, nodes that generate {rollout}: {self.framework.name} has one"
                 " number for both; plan for nodes that are alike"
             )
         return train

@@ -77,7 +77,7 @@ class GPURecord:
 
     def __post_init__(self) -> None:
         if not 0 < self.bus <= 1:
-            raise ValueError(f"bus of {self.gpu.name} is {self.bus}; it is a share of the link")
+            raise ValueError(f"bus of {self.gpu.name} is {self.bus}; give a share of the link, 0 to 1")
         if any(times < 1 for times in self.faster.values()) or "bf16" in self.faster:
             raise ValueError(f"faster of {self.gpu.name} is {self.faster}; types are at least as fast as bf16")
         if ("fp8" in self.faster) != (self.training.fp8 is not None):

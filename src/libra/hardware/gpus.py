@@ -352,7 +352,7 @@ _MEMORY = re.compile(r"(\d+)\s*gi?b\b")
 
 
 def nearest_gpu(given: str) -> str | None:
-    """The known GPU of which `given` is another spelling; never one with another memory, link or chip.
+    """The known GPU that `given` spells in another way; never one with other memory, link or chip.
 
     >>> [nearest_gpu(name) for name in ("NVIDIA H100 SXM5 80GB", "h-200", "H100 PCIe", "A30", "H200 80GB")]
     ['H100', 'H200', None, None, None]

@@ -78,7 +78,7 @@ class WeightFormat:
     def described(self) -> str:
         """The name, and the kinds of matrices that keep 16 bits."""
         kept = [kind for kind in MATRIX_KINDS if self.kept.of(kind)]
-        parts = [kind if self.kept.of(kind) == 1 else f"{self.kept.of(kind):.0%} of {kind}" for kind in kept]
+        parts = [kind if self.kept.of(kind) == 1 else f"{100 * self.kept.of(kind):.0f} % of {kind}" for kind in kept]
         inside = [f"{it.kind} of {it.number.bits} bits" for it in self.own if self.kept.of(it.kind) < 1]
         inside += [f"{', '.join(parts)} in 16 bits"] if kept else []
         return f"{self.name} ({'; '.join(inside)})" if inside else self.name

@@ -27,7 +27,7 @@ _LEAVE_SECONDS = 5  # to end what verifiers has started
 
 
 class VerifiersPlayer:
-    """The tasks of a taskset. Raises ValueError where it cannot be had."""
+    """The tasks of a taskset. Raises ValueError if it cannot be loaded."""
 
     def __init__(self, id: str, env: Mapping[str, Any], most: int | None) -> None:
         try:
@@ -74,7 +74,7 @@ class VerifiersPlayer:
 
 
 def _config(id: str, env: Mapping[str, Any]) -> Any:
-    """Raises ValueError where more than one agent plays, since an episode has one reward here."""
+    """Raises ValueError if more than one agent plays, since an episode has one reward here."""
     config = resolve_env_config({**env, "taskset": {**env.get("taskset", {}), "id": id}})
     roles = agent_config_fields(config)
     if len(roles) != 1:

@@ -87,14 +87,14 @@ class Certificate:
         """Reason why the certificate does not apply to a lender; None if it does. It covers an SLO that is equal or
         laxer. `parameters` is the model's number of parameters; None: unknown."""
         if model != self.model:
-            return f"the certificate is of {self.model}, not of {model}"
+            return f"the certificate is for {self.model}, not for {model}"
         if parameters is not None and self.parameters not in (None, parameters):
-            return f"the certificate is of a {model} of {self.parameters:,} parameters, not of {parameters:,}"
+            return f"the certificate is for a {model} of {self.parameters:,} parameters, not of {parameters:,}"
         if hardware != self.hardware:
-            return f"the certificate is of {self.hardware}, not of {hardware}"
+            return f"the certificate is for {self.hardware}, not for {hardware}"
         for name in ("ttft", "tpot"):
             if getattr(slo, name) < getattr(self.slo, name):
-                return f"{name} is {getattr(slo, name):g} s; the certificate is of {getattr(self.slo, name):g} s"
+                return f"{name} is {getattr(slo, name):g} s; the certificate is for {getattr(self.slo, name):g} s"
         return None
 
     def other_limit(self, limits: ServerLimits) -> str | None:

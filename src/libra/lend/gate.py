@@ -48,7 +48,7 @@ class ServingView:
 
     def __post_init__(self) -> None:
         if not 0 <= self.waiting <= self.live:
-            raise ValueError(f"{self.waiting} of {self.live} requests wait; it cannot be more than there are")
+            raise ValueError(f"{self.waiting} of {self.live} requests wait; give at most the live ones")
 
 
 IDLE = ServingView(live=0, waiting=0, due=math.inf)

@@ -44,7 +44,7 @@ class Lender:
             raise ValueError(f"{self.pool} has engines of {self.devices} devices and a period of {self.period:g} s")
         uses = [it.use for it in self.certificates]
         if not uses or any(low >= high for low, high in pairwise(uses)):
-            raise ValueError(f"certificates of {self.pool} are of use {uses}; give one of each, by rising use")
+            raise ValueError(f"certificates of {self.pool} have use {uses}; give one for each use, in rising order")
 
     def expecting(self, forecast: RateForecast) -> Lender:
         """The same engines, with a forecast of the request rate of one engine in the coming period."""
@@ -89,7 +89,7 @@ def make_lender(
     over its engines. Raises ValueError naming the key under `lends`."""
     terms = pool.lends
     if not isinstance(terms, LoanTerms):
-        raise ValueError(f"pool {pool.name} has no lends; say what it serves and what is certified")
+        raise ValueError(f"pool {pool.name} has no lends; add its model and certificates")
     refused = model.tp_refusal(terms.tensor_parallel_size)
     if refused is not None:
         raise ValueError(f"tensor_parallel_size: {model.name}: {refused}")
@@ -101,7 +101,7 @@ def make_lender(
     ordered = sorted((certificate for _, certificate in certificates), key=lambda it: it.use)
     for low, high in pairwise(ordered):
         if low.use == high.use:
-            raise ValueError(f"certificates: two are of use {low.use:g}; keep the one of the later traffic")
+            raise ValueError(f"certificates: two have use {low.use:g}; keep the one of the later traffic")
     engines = pool.nodes.devices // terms.tensor_parallel_size
     return Lender(
         pool.name,

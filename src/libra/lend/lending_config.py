@@ -69,7 +69,7 @@ class LendingConfig(Section):
         if self.servers and missing:
             raise ValueError(f"servers is {self.servers}: give {' and '.join(missing)}, too")
         if len(set(self.agents)) < len(self.agents):
-            raise ValueError("agents names one twice; a run has one engine of each")
+            raise ValueError("agents names a socket twice; name each once")
         if self.agents and self.rule not in ("gate", "off"):
             raise ValueError(f"rule is {self.rule}: agents lend by their own gate; give gate, or off")
         return self

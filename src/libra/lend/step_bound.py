@@ -27,7 +27,9 @@ class StepBound:
             )
         self.needed = math.ceil(1 / missed) - 1
         if memory < self.needed:
-            raise ValueError(f"memory is {memory} steps; a bound that {missed:.2%} exceed needs {self.needed} or more")
+            raise ValueError(
+                f"memory is {memory} steps; a bound that {100 * missed:.2f} % exceed needs {self.needed} or more"
+            )
         self._missed = missed
         self._recent: deque[float] = deque(maxlen=memory)
         self._sorted: list[float] = []

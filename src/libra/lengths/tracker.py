@@ -125,7 +125,7 @@ class LengthTracker:
         assumed to be spread evenly in the logarithm, so the answer is off by less than one bin.
         """
         if not 0 <= q <= 1:
-            raise ValueError(f"q is {q}; a quantile is asked for a share from 0 to 1")
+            raise ValueError(f"q is {q}; give a share from 0 to 1")
         return self._distribution().quantile(q)
 
     def drift(self) -> Drift:

@@ -5,9 +5,12 @@ Invariant: a pace never falls as the load rises, and is None until a turn of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _KEPT = 2 ** (-1 / 256)  # share of the older turns' weight that remains after another one: half after 256
 _LIKE_TOKENS = 2048.0  # generated tokens that count as much as all turns of similar engines
 _SPREAD = 0.3  # relative spread of the loads at which they count as much as the assumption about their slope
+_GAP = 1.25  # between two classes: how much slower the fastest engine of the next one is
 _IDLE = 0.5  # assumed pace of an idle engine, relative to its pace at its mean load
 
 
@@ -36,6 +39,11 @@ class Pace:
         self._load_pace = _KEPT * self._load_pace + seconds * load_tokens
         if self.like is not None:
             self.like.observe(generated_tokens, seconds, load_tokens)
+
+    @property
+    def load_tokens(self) -> float:
+        """Mean load of the engine in its turns; 0 before the first."""
+        return self._load / self._tokens if self._tokens else 0.0
 
     def token_seconds(self, load_tokens: float) -> float | None:
         """Seconds per generated token of a turn beside this load, its wait and its prompt included."""
@@ -68,3 +76,13 @@ class Pace:
             self._load_squared + weight * load_squared,
             self._load_pace + weight * load_pace,
         )
+
+
+def pace_classes(token_seconds: Sequence[float]) -> list[int]:
+    """The class of each engine by its seconds per token, the fastest first: where these, in rising order, leave a gap
+    of `_GAP`, another class begins. 0 means that they are not known."""
+    classes, number, before = [0] * len(token_seconds), 0, 0.0
+    for index in sorted(range(len(token_seconds)), key=token_seconds.__getitem__):
+        number += 0 < before < token_seconds[index] / _GAP
+        classes[index], before = number, token_seconds[index]
+    return classes

@@ -1,12 +1,12 @@
-"""An engine that others run, and its turns in flight."""
+"""Engines that others run, with their turns in flight and what these say of their pace."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from libra.live.pace import Pace
-from libra.live.work import LiveWork
+from libra.live.pace import Pace, pace_classes
+from libra.live.work import LiveWork, Took
 
 
 class LiveServer(LiveWork):
@@ -20,3 +20,35 @@ class LiveServer(LiveWork):
     ) -> None:
         super().__init__(pace, clock)
         self.id, self.bucket, self.capacity_tokens = id, bucket, capacity_tokens
+        self.pace_class = 0
+
+
+_TURNS = 64  # between two looks at the classes of servers, or as many as there are servers
+
+
+class ServerPaces:
+    """The paces of servers: of each, of those of a bucket, and of all."""
+
+    def __init__(self) -> None:
+        self._all = Pace()
+        self._buckets: dict[int, Pace] = {}
+        self._turns = 0  # since the classes were last looked at
+
+    def of(self, bucket: int) -> Pace:
+        """The pace of a new server."""
+        return Pace(like=self._buckets.setdefault(bucket, Pace(like=self._all)))
+
+    def observe(self, server: LiveServer, generated_tokens: int, took: Took, servers: Collection[LiveServer]) -> bool:
+        """Note an answered turn. Now and then put `servers` into classes by their paces. True: some are in another
+        class than before."""
+        server.pace.observe(generated_tokens, took.seconds, took.load_tokens)
+        self._turns += 1
+        if self._turns < max(_TURNS, len(servers)):
+            return False
+        self._turns = 0
+        changed, load = False, self._all.load_tokens
+        told = [it.pace.token_seconds(load) or 0.0 for it in servers]
+        for each, number in zip(servers, pace_classes(told), strict=True):
+            changed |= each.pace_class != number
+            each.pace_class = number
+        return changed

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from libra.live.pace import Pace
-from libra.live.server import LiveServer
+from libra.live.server import LiveServer, ServerPaces
 from libra.live.trajectories import ToldReturn, Trajectories
 from libra.live.work import HeldTurn, Took
 from libra.route.loads import IndexedFleet
@@ -54,7 +53,7 @@ class SessionRouter:
         self._capacity, self._turn_tokens = capacity_tokens, turn_tokens
         self._idle_seconds, self._clock = idle_seconds, clock
         self._servers: dict[str, LiveServer] = {}
-        self._pace = Pace()  # of all servers
+        self._paces = ServerPaces()
         self._live = Trajectories()
         self._told: dict[str, _Told] = {}
         self._expire_at = clock() + _EXPIRE_SECONDS
@@ -82,7 +81,7 @@ class SessionRouter:
         """Put servers into service. A present one is left unchanged."""
         for id in ids:
             if id not in self._servers:
-                self._servers[id] = LiveServer(id, 0, self._capacity, Pace(like=self._pace), self._clock)
+                self._servers[id] = LiveServer(id, 0, self._capacity, self._paces.of(0), self._clock)
         self._refresh()
 
     def remove(self, ids: Iterable[str]) -> None:
@@ -101,7 +100,7 @@ class SessionRouter:
         """The server of a trajectory's next turn, or of its present one again, with `context` tokens. If no server has
         room, it is the least loaded. Raises LookupError if no server is in service."""
         if not self._servers:
-            raise LookupError("no server is in service: add one")
+            raise LookupError("no server is available: add one")
         now = self._clock()
         if now >= self._expire_at:
             self._expire(now)
@@ -115,7 +114,7 @@ class SessionRouter:
         told.turn, told.returned = turn, None
         placed = self._place(turn, returned)
         self._live.placed(turn)
-        chosen = self._fleet.loads(0).least[0, False][1].id if placed is None else placed.instance
+        chosen = self._least_loaded() if placed is None else placed.instance
         server = self._servers[chosen]
         told.held.append((server, server.begun(context)))
         return server.id
@@ -144,7 +143,8 @@ class SessionRouter:
             told.turn = None
             if told.released is not None:
                 (server, took), told.released = told.released, None
-                server.pace.observe(generated, took.seconds, took.load_tokens)
+                if self._paces.observe(server, generated, took, self._servers.values()):
+                    self._refresh()
 
     def returned(self, id: str, tool: str, status: ToolStatus) -> None:
         """A tool has returned, after the last answer. The next turn's context tells how many tokens."""
@@ -172,6 +172,11 @@ class SessionRouter:
         if returned is None:
             return self._policy.place(turn, self._fleet)
         return self._policy.tool_returned(turn, returned, self._fleet)
+
+    def _least_loaded(self) -> str:
+        least = self._fleet.loads(0).least_in(0)
+        assert least is not None  # there are servers
+        return least[1].id
 
     def _drop(self, id: str) -> None:
         self._live.forget(id)

@@ -116,7 +116,7 @@ def _newest(directory: Path, contents: bool) -> tuple[Path, RunState, dict[Path,
             damaged[path] = str(error)
     if damaged:
         why = next(iter(damaged.values()))
-        raise ConfigError(f"name: {directory} holds no whole checkpoint ({why}); start again with --overwrite")
+        raise ConfigError(f"name: {directory} has no complete checkpoint ({why}); start again with --overwrite")
     raise ConfigError(f"name: {directory} holds no checkpoint to resume from; start again with --overwrite")
 
 

@@ -67,7 +67,7 @@ class EpisodeServer:
 
     @contextmanager
     def seated(self, id: str, conversation: Conversation) -> Iterator[Seat]:
-        """Answer the requests of an episode while this is entered."""
+        """Context manager: answers the requests of an episode."""
         session = f"{id}-{secrets.token_hex(4)}"  # a client that an earlier attempt left behind has another
         self._seated[session] = conversation
         try:
@@ -79,7 +79,9 @@ class EpisodeServer:
         session = str(request.match_info.get("session") or request.headers.get("X-Session-ID", ""))
         conversation = self._seated.get(session)
         if conversation is None:
-            raise RefusedRequest(f"no episode has session {session!r} now: URL or X-Session-ID name that of one", 404)
+            raise RefusedRequest(
+                f"no running episode has session {session!r}: name one in the URL or X-Session-ID", 404
+            )
         try:
             body = decoded(_body, await body_of(request))
             reply = await conversation.reply(_asked(body))
@@ -95,7 +97,7 @@ async def _models(_: web.Request) -> web.Response:
 
 
 def _asked(body: _Body) -> ChatRequest:
-    """Raises ValueError where a request needs what a run does not do."""
+    """Raises ValueError if a request needs what a run does not do."""
     wanted = {
         "n": body.n not in (None, 1),
         "stop": bool(body.stop),
@@ -105,7 +107,7 @@ def _asked(body: _Body) -> ChatRequest:
     if refused := [name for name, asked in wanted.items() if asked]:
         raise ValueError(f"{', '.join(refused)}: not possible in an episode that is trained on; leave it out")
     if not body.messages:
-        raise ValueError("messages is empty: send one at least")
+        raise ValueError("messages is empty: send at least one")
     tools = None if body.tool_choice == "none" else body.tools
     return ChatRequest(body.messages, tools, body.max_completion_tokens or body.max_tokens)
 

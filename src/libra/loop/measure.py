@@ -105,7 +105,7 @@ def profile_words(profile: DeviceProfile) -> str:
     return (
         f"iteration {profile.engine.step * 1e3:.1f} ms + {profile.engine.per_sequence * 1e3:.2f} ms a sequence,"
         f" training {1 / profile.train.per_token:.0f} tokens/s a replica, engine start"
-        f" {profile.switch.engine_start:.1f} s, held-out error {profile.heldout_error:.0%}"
+        f" {profile.switch.engine_start:.1f} s, held-out error {100 * profile.heldout_error:.0f} %"
     )
 
 

@@ -44,7 +44,7 @@ async def run(
     planned: str = "",
 ) -> RunSummary:
     """Make one whole run in `config.run_directory`, which exists; or, with `resume`, the rest of one. `planned` are the
-    words of the plan that it carries out. Returns its summary; also writes it. Raises `ConfigError` where that run has
+    words of the plan that it carries out. Returns its summary; also writes it. Raises `ConfigError` if that run has
     made more steps than the configuration has."""
     directory = config.run_directory
     began = time.monotonic()

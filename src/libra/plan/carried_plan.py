@@ -46,7 +46,7 @@ def carried(config: RunConfig, plan: Plan, model: ModelSpec | None, gpu_memory: 
     if gpu_memory is not None and gpu_memory < _SAME * gpu.memory:
         raise ConfigError(
             f"placement on {node}: its {gpu.name} have {gpu.memory / 2**30:.0f} GiB, and a GPU here"
-            f" {gpu_memory / 2**30:.0f} GiB; plan for the GPUs that there are"
+            f" {gpu_memory / 2**30:.0f} GiB; plan for these GPUs"
         )
     shapes, allocation = _engines(plan, request, node)
     cluster = config.cluster
@@ -138,7 +138,7 @@ def _require_same_work(config: RunConfig, request: ClusterRequest, model: ModelS
     )
     for key, asked, words in only:
         if asked:
-            raise ConfigError(f"{key}: the plan has {words}, which a run has not; plan without")
+            raise ConfigError(f"{key}: the plan has {words}, which a run does not support; plan without it")
 
 
 def _replica(plan: Plan, request: ClusterRequest) -> tuple[tuple[int, ...], int]:
@@ -156,7 +156,7 @@ def _replica(plan: Plan, request: ClusterRequest) -> tuple[tuple[int, ...], int]
 
 
 def _one_node(placement: tuple[DeviceGroup, ...]) -> str:
-    """The class of the only node. Raises `ConfigError` where there are several."""
+    """The class of the only node. Raises `ConfigError` if there are several."""
     nodes = sorted({(group.pool, node) for group in placement for node in group.nodes})
     if len(nodes) > 1:
         words = ", ".join(f"{pool} {node}" for pool, node in nodes)

@@ -73,7 +73,7 @@ class Plan:
     def of_cluster(self) -> ClusterRequest:
         """The request of a plan for a cluster of GPUs. Raises ValueError if it is for slots of one machine."""
         if isinstance(self.request, SlotRequest):
-            raise ValueError("the plan is of slots of one machine; plan for a cluster of GPUs")
+            raise ValueError("the plan is for slots of one machine; plan for a cluster of GPUs")
         return self.request
 
     @property
@@ -176,7 +176,7 @@ def require_answer(plan: Plan, problem: Problem) -> None:
         elif solve(problem, tie_break=False).predicted.step < plan.proof.bound * (1 - 1e-6):
             reason = "there is a plan below the bound that it states"
     if reason is not None:
-        raise ValueError(f"the plan is not an answer to the request in it: {reason}; plan again")
+        raise ValueError(f"the plan does not answer its own request: {reason}; plan again")
 
 
 def dump_plan(plan: Plan) -> str:
@@ -215,7 +215,7 @@ def _document(text: str | bytes, where: str) -> dict[str, Any]:
     if beyond_floats(document):
         raise DocumentError(f"{where}: a whole number exceeds {MOST}; plan again")
     if not isinstance(document, dict) or "format" not in document:
-        raise DocumentError(f"{where}: format is missing; a document says which format version it is written in")
+        raise DocumentError(f"{where}: format is missing; give the plan.json of this version of libra")
     if document["format"] != FORMAT:
         raise DocumentError(
             f"{where}: format is {document['format']!r}; this version of libra reads format {FORMAT}: plan again"

@@ -51,7 +51,7 @@ def measured(steps: Sequence[float]) -> PeriodSeconds:
     """The mean of the seconds of a period's steps. The variance of few steps is not reliable, so it is pooled with an
     assumed one. Raises ValueError without a step, or if the mean is not positive."""
     if not steps:
-        raise ValueError("no step was measured; give the seconds of one at least")
+        raise ValueError("no step was measured; give the seconds of at least one")
     mean = fmean(steps)
     squares = math.fsum((step - mean) ** 2 for step in steps) + _SPREAD_STEPS * (_STEP_SPREAD * mean) ** 2
     return PeriodSeconds(mean, math.sqrt(squares / (_SPREAD_STEPS + len(steps) - 1) / len(steps)))

@@ -164,7 +164,7 @@ class Replanner:
         self._bias = FRESH
         if tracker is None:
             if planner is None:
-                raise ValueError("give a planner, or a tracker that counts as the loop's engines do")
+                raise ValueError("planner and tracker are missing: give one of them")
             tracker = recipe_tracker(planner.recipe, REPLANNER_HALF_LIFE_STEPS)
             tracker.observe_running(())  # makes the tracker weigh evidence by start version
         self._tracker = tracker
@@ -200,7 +200,7 @@ class Replanner:
         the errors of `Planner.plan`.
         """
         if self._planner is None:
-            raise ValueError("there is no planner; ask outlook() about the site instead of step()")
+            raise ValueError("there is no planner; call outlook() for the site instead of step()")
         ended, going = list(finished), list(running)
         _require_sound(ended, going, self._planner.recipe.max_length)
         for trajectory in ended:
@@ -226,12 +226,12 @@ class Replanner:
         decisions count only on the time that the traffic leaves. Raises ValueError if the pools are not the
         planner's."""
         if self._planner is None:
-            raise ValueError("there is no planner; a site that is asked for outlook() has its own lenders")
+            raise ValueError("there is no planner; the site of outlook() has its own lenders")
         pools = [lender.pool for lender in lenders]
         if pools != [lender.pool for lender in self._planner.lenders]:
             known = ", ".join(lender.pool for lender in self._planner.lenders)
             raise ValueError(
-                f"lenders are of {', '.join(pools) or 'no pool'}; give one for each of the planner's, in order: {known}"
+                f"lenders are for {', '.join(pools) or 'no pool'}; give one for each of the planner's: {known}"
             )
         self._planner = replace(self._planner, lenders=tuple(lenders))
 

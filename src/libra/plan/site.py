@@ -121,7 +121,7 @@ class ClusterSite:
 
     def seconds(self, question: Question, transition: Transition) -> float:
         if not isinstance(question.request, ClusterRequest):
-            raise TypeError("the question is of one machine's slots; ask it of their site")
+            raise TypeError("the question is about slots of one machine; ask their site")
         switch = self.switch or switch_cost(question.request)
         return cluster_seconds(question.problem, transition, switch, live_refill(question.request))
 

@@ -56,7 +56,7 @@ def check_manifest(directory: Path, required: str, *, contents: bool = True) -> 
             if not stat.S_ISREG(found.st_mode):
                 raise ManifestError(f"{path} is not a regular file")
             if found.st_size != entry.bytes:
-                raise ManifestError(f"{path} has {found.st_size} bytes, and had {entry.bytes}")
+                raise ManifestError(f"{path} has {found.st_size} bytes, not {entry.bytes}")
             if (contents or name == required) and _entry(path) != entry:
                 raise ManifestError(f"{path} is damaged: its SHA-256 has changed")
         except OSError as error:
@@ -78,7 +78,7 @@ def _read(directory: Path, required: str) -> dict[str, _Entry]:
     try:
         size = path.stat().st_size if path.is_file() else -1
         if not 0 <= size <= _MOST_BYTES:
-            raise ManifestError(f"{path} is missing: the directory was not finished, or is of another version of libra")
+            raise ManifestError(f"{path} is missing: the directory is unfinished, or from another version of libra")
         files = _decoder.decode(unsealed(path.read_bytes())).files
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}") from None

@@ -145,7 +145,7 @@ def _read_json(path: Path) -> Any:
     except json.JSONDecodeError as error:
         raise RecordFormatError(f"{path}:{error.lineno}: {error.msg}") from None
     except (UnicodeDecodeError, RecursionError) as error:
-        raise RecordFormatError(f"{path}: is not the JSON that a run writes: {error}") from None
+        raise RecordFormatError(f"{path}: not the JSON of a run: {error}") from None
 
 
 def _in_order(steps: tuple[StepRecord, ...], path: Path) -> tuple[StepRecord, ...]:

@@ -277,7 +277,7 @@ class LendingSummary:
 
     @property
     def words(self) -> str:
-        had = f"rollout had the lent devices for {self.share:.0%} of the time it wanted them"
+        had = f"rollout had the lent devices for {100 * self.share:.0f} % of the time it wanted them"
         if self.rule == "off":
             had = "nothing was lent"
         if (users := self.users) is None:

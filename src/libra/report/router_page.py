@@ -11,7 +11,7 @@ from libra.report.charts import Figure, Series, line_figure, time_unit
 from libra.report.page import Bar, Tile, render
 from libra.report.router_view import EndedLength, EngineView, RouterView, SessionView
 from libra.report.vega import Axis, ends
-from libra.report.words import count, duration, percent, plain, plural
+from libra.report.words import count, duration, fine_duration, percent, plain, plural
 
 _AT_A_TIME = 64  # trajectories of which a point of the lengths is made
 _TURNS = 6  # of a session, the latest
@@ -148,6 +148,7 @@ def _engines(engines: Sequence[EngineView]) -> list[Row]:
             "-" if it.kv_share is None else Bar(percent(it.kv_share, 0), min(1.0, it.kv_share)),
             count(it.turns),
             count(it.generated_tokens),
+            "-" if it.token_seconds is None else fine_duration(it.token_seconds),
         )
         for it in engines
     ]

@@ -26,6 +26,7 @@ class EngineView:
     running: int | None = None  # requests in its batch
     waiting: int | None = None  # requests in its queue
     kv_share: float | None = None  # of its KV memory, that is held
+    token_seconds: float | None = None  # expected for a generated token of one more turn; None: not known yet
 
 
 @dataclass(frozen=True, slots=True)

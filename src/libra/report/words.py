@@ -125,6 +125,15 @@ def plural(number: int, noun: str, nouns: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def per_second(rate: float, noun: str = "request") -> str:
+    """
+    >>> per_second(1.0), per_second(1234.5)
+    ('1 request/s', '1,234 requests/s')
+    """
+    number = plain(rate)
+    return f"{number} {noun if number == '1' else noun + 's'}/s"
+
+
 def fine_duration(seconds: float) -> str:
     """Values below a nanosecond are rounding errors of sums and shown as 0.
 

@@ -47,14 +47,14 @@ class Admission(Generic[Episode]):
 
     def start(self, group: str) -> None:
         if not self.may_start():
-            raise ValueError(f"group {group}: {self.in_flight} groups are in flight, no more may start")
+            raise ValueError(f"group {group}: {self.in_flight} groups are in flight; finish one first")
         if group in self._groups:
             raise ValueError(f"group {group} was started before")
         self._groups[group] = _Group(self.published, self.group_size, [])
 
     def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
         """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Call it for the
-        oldest group first, and before any other starts. Raises ValueError where it can no longer be trained on in
+        oldest group first, and before any other starts. Raises ValueError if it can no longer be trained on in
         time."""
         if started_at > self.published:
             raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
@@ -83,7 +83,7 @@ class Admission(Generic[Episode]):
     def take(self) -> list[tuple[str, list[Episode]]]:
         """The next batch. Raises ValueError when it is not `ready`, or a part of it is taken already."""
         if self._parts:
-            raise ValueError(f"{self._parts} groups of the next batch are taken already: continue with take_part")
+            raise ValueError(f"{self._parts} groups of the next batch are already taken: continue with take_part")
         chosen = self._choose()
         if chosen is None:
             raise ValueError("the next batch is not complete")

@@ -128,7 +128,7 @@ class Ridge:
 
     def __init__(self, features: int, penalty: float, decay: float) -> None:
         if features < 1:
-            raise ValueError(f"features is {features}; the intercept is one, give 1 or more")
+            raise ValueError(f"features is {features}; give 1 or more, the intercept included")
         if not penalty > 0:
             raise ValueError(f"penalty is {penalty}; give more than 0, or features that never differ have no solution")
         if not 0 < decay <= 1:

@@ -98,7 +98,7 @@ class Hierarchy:
         self._running.start(request.trajectory_id, contexts[_FIRST_OF_A_RETURN:])
 
     def reached(self, request: TurnRequest, generated_tokens: int = 0) -> None:
-        """Record that a running trajectory has the context of `request` and `generated_tokens` more."""
+        """Record that a running trajectory has reached the context of `request` plus `generated_tokens`."""
         tokens = request.context_tokens + generated_tokens - request.prompt_tokens
         self._running.reached(request.trajectory_id, max(0, tokens))
 

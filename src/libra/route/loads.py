@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from libra.route.policy import Fleet, Instance
 
-Kind = tuple[int, bool]  # bucket, and whether it is lent
+Kind = tuple[int, int, bool]  # bucket, class of pace, and whether it is lent
 
 _STALE = 4  # mean entries per instance above which a heap is rebuilt
 
@@ -31,6 +31,16 @@ class Loads:
         least = self.least.get(kind)
         if least is None or load < least[0] or (load == least[0] and instance.id < least[1].id):
             self.least[kind] = load, instance
+
+    def least_in(self, bucket: int) -> tuple[int, Instance] | None:
+        """The least loaded instance of a bucket that is not lent; ties by id."""
+        least: tuple[int, Instance] | None = None
+        for (its_bucket, _, lent), found in self.least.items():
+            if its_bucket != bucket or lent:
+                continue
+            if least is None or found[0] < least[0] or (found[0] == least[0] and found[1].id < least[1].id):
+                least = found
+        return least
 
 
 def loads_of(fleet: Fleet, needed: int) -> Loads:
@@ -52,7 +62,7 @@ def _looked_at(instances: Iterable[Instance], needed: int) -> Loads:
             load = instance.load_tokens
             loads.instances += 1
             loads.tokens += load
-            loads.offer((instance.bucket, instance.recall_rate > 0), load, instance)
+            loads.offer((instance.bucket, instance.pace_class, instance.recall_rate > 0), load, instance)
     return loads
 
 
@@ -70,8 +80,8 @@ W = TypeVar("W", bound=WatchedInstance)
 class IndexedFleet(Generic[W]):
     """A `Fleet` that finds the least loaded instances without reading all of them.
 
-    Capacities and buckets of its instances must not change; if they do, make a new fleet. The index is built at the
-    first call of `loads` or `instance`.
+    Capacities, buckets and classes of its instances must not change; if they do, make a new fleet. The index is built
+    at the first call of `loads` or `instance`.
     """
 
     __slots__ = ("_by_id", "_changed", "_groups", "_unwatched", "instances", "limits", "turn_tokens")
@@ -81,7 +91,7 @@ class IndexedFleet(Generic[W]):
         self.limits = limits
         self.turn_tokens = turn_tokens
         self._by_id: dict[str, W] = {}
-        self._groups: dict[tuple[int, int], _Group] = {}  # watched instances by bucket and capacity
+        self._groups: dict[tuple[int, int, int], _Group] = {}  # watched instances by bucket, class and capacity
         self._unwatched: list[W] = []  # read each time: there are few
         self._changed: set[str] = set()  # ids of instances whose loads have changed since the last `loads`
 
@@ -92,19 +102,19 @@ class IndexedFleet(Generic[W]):
 
     def loads(self, needed: int) -> Loads:
         """Loads of the instances that hold `needed` tokens. O(log instances) for each whose load has changed, and O(1)
-        for each bucket and capacity."""
+        for each bucket, class and capacity."""
         self._index()
         for id in self._changed:
             instance = self._by_id[id]
-            self._groups[instance.bucket, instance.capacity_tokens].changed(instance)
+            self._groups[_group_of(instance)].changed(instance)
         self._changed.clear()
         loads = _looked_at(self._unwatched, needed)
-        for (bucket, capacity), group in self._groups.items():
+        for (bucket, pace_class, capacity), group in self._groups.items():
             if capacity >= needed:
                 loads.instances += len(group)
                 loads.tokens += group.tokens
                 load, id = group.least()
-                loads.offer((bucket, False), load, self._by_id[id])
+                loads.offer((bucket, pace_class, False), load, self._by_id[id])
         return loads
 
     def _index(self) -> None:
@@ -113,13 +123,17 @@ class IndexedFleet(Generic[W]):
         for instance in self.instances:
             self._by_id[instance.id] = instance
             if instance.watch(partial(self._changed.add, instance.id)):
-                self._groups.setdefault((instance.bucket, instance.capacity_tokens), _Group()).changed(instance)
+                self._groups.setdefault(_group_of(instance), _Group()).changed(instance)
             else:
                 self._unwatched.append(instance)
 
 
+def _group_of(instance: Instance) -> tuple[int, int, int]:
+    return instance.bucket, instance.pace_class, instance.capacity_tokens
+
+
 class _Group:
-    """Instances of one bucket and capacity: their loads in a heap that may contain stale entries."""
+    """Instances of one bucket, class and capacity: their loads in a heap that may contain stale entries."""
 
     __slots__ = ("_heap", "_loads", "tokens")
 

@@ -27,6 +27,10 @@ class Instance(Protocol):
         """Index of one of the fleet's limits."""
 
     @property
+    def pace_class(self) -> int:
+        """Instances of one bucket and one class are about equally fast at equal loads."""
+
+    @property
     def capacity_tokens(self) -> int:
         """Longest context it serves."""
 
@@ -80,6 +84,7 @@ class InstanceView:
     token_seconds: float | None = None
     recall_rate: float = 0.0
     prompt_wait_seconds: float = 0.0
+    pace_class: int = 0
 
     def __post_init__(self) -> None:
         if self.bucket < 0:

@@ -65,9 +65,9 @@ class Offer:
 
 
 def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: float) -> tuple[list[Offer], Offer | None]:
-    """Offers of the least loaded instance of each bucket that holds `needed` tokens, and of the least loaded lent one;
-    ties by id, longest bucket first. Also the offer of the instance `prefix_at`, if it is present and holds them.
-    O(instances), unless the fleet is indexed (`loads_of`).
+    """Offers of the least loaded instance of each class of each bucket that holds `needed` tokens, and of the least
+    loaded lent one; ties by id, longest bucket first. Also the offer of the instance `prefix_at`, if it is present and
+    holds them. O(instances), unless the fleet is indexed (`loads_of`).
 
     An instance reports its seconds for all accepted work. Without a report it is assumed to need `TOKEN_SECONDS` at the
     mean load of all that hold `needed` tokens, half of that when idle, and half more for each further mean load. A
@@ -88,12 +88,13 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: flo
     offers: list[Offer] = []
     held: Offer | None = None
     onward: Offer | None = None
+    kinds = sorted(loads.least)
     for bucket in range(len(fleet.limits) - 1, -1, -1):
         beyond = onward
-        for lent in (False, True):
-            load, least = loads.least.get((bucket, lent), (0, None))
-            if least is None:
+        for kind in kinds:
+            if kind[0] != bucket:
                 continue
+            load, least = loads.least[kind]
             offer = _offer(least, load, per_load, beyond, turn_tokens)
             offers.append(offer)
             if home is least:

@@ -42,7 +42,7 @@ class Guard:
         object.__setattr__(self, "_local", is_local(self.host))
         if self.token is None and not self._local:
             raise ValueError(
-                f"other machines can reach a port on {self.host}: have clients send a bearer token (--token-file, or"
+                f"other machines can reach a port on {self.host}: require a bearer token (--token-file, or"
                 " metrics.token_file of a run), or listen on 127.0.0.1"
             )
 
@@ -92,7 +92,9 @@ def read_token(path: Path) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"{path}: holds no token: one line of printable ASCII without spaces, which is not shown here")
     if len(token) > _LONGEST_TOKEN:
-        raise ValueError(f"{path}: a token of {len(token)} characters fits no header; give at most {_LONGEST_TOKEN}")
+        raise ValueError(
+            f"{path}: a token of {len(token)} characters does not fit a header; give at most {_LONGEST_TOKEN}"
+        )
     if its.st_mode & 0o077:
         raise ValueError(f"{path}: other users may read the token; chmod 600 {path}")
     if its.st_uid not in (0, os.geteuid()):

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from math import ceil, inf, isfinite
 from typing import Any, Literal
 
+from libra.report.words import per_second, percent, plural
 from libra.serving.candidate import ServingCandidate
 from libra.serving.holding import Check, Held
 from libra.serving.ladder import HIGHEST, rate_of
@@ -104,7 +105,7 @@ class SizingAnswer:
     @property
     def told(self) -> bool:
         """Whether there are points with a given rate, or with enough requests to determine it."""
-        return bool(self.points) and (self.question.rate is not None or self.caution() is None)
+        return bool(self.points) and (self.question.rate is not None or not self._brief())
 
     def claim(self) -> str:
         """Comparison of the best point with the rest of the menu, and its certainty."""
@@ -127,18 +128,36 @@ class SizingAnswer:
         return text
 
     def caution(self) -> str | None:
-        """A warning if the requests are so few that a deployment may serve all in time although its backlog grows."""
+        """A warning if the requests are so few that a deployment may serve all in time although its backlog grows, or
+        that the percentile of an objective is the slowest of them."""
         if not self.points:
             return None
-        fastest, wait = max((it.trial for it in self.points), key=lambda it: it.rate), self.question.shortest_wait
-        count, rate = fastest.requests, fastest.rate
+        reasons, enough = self._brief(), []
+        if reasons:
+            fastest = self._fastest
+            enough.append(ceil(LASTING * fastest.rate * self.question.shortest_wait))
+        count = len(self.question.requests)
+        few = [it for it in self.question.objectives if it.allowed(count) == 0]
+        if self.question.rate is not None and few:
+            names = " and ".join(it.name for it in few)
+            reasons += [f"{names} of {plural(count, 'request')} {'is' if len(few) == 1 else 'are'} that of the slowest"]
+            enough.append(max(it.fewest for it in few))
+        return f"{'; '.join(reasons)}; give {max(enough):,} requests or more" if reasons else None
+
+    @property
+    def _fastest(self) -> Trial:
+        return max((it.trial for it in self.points), key=lambda it: it.rate)
+
+    def _brief(self) -> list[str]:
+        """The reason why requests that end so soon tell no rate; empty: they do."""
+        count, rate, wait = self._fastest.requests, self._fastest.rate, self.question.shortest_wait
         if count >= BRIEF * rate * wait and (self.question.rate is not None or rate < rate_of(HIGHEST)):
-            return None
-        return (
-            f"at {rate:,.3g} requests/s the {count:,} requests come within {count / rate:.3g} s, and may wait {wait:g}"
-            f" s: a deployment that cannot keep up may still serve them; give {ceil(LASTING * rate * wait):,} requests"
-            " or more"
-        )
+            return []
+        come = f"the {plural(count, 'request')} {'comes' if count == 1 else 'come'} within {count / rate:.3g} s"
+        return [
+            f"at {per_second(rate)} {come}, and may wait {wait:g} s: a deployment that cannot keep up may still serve"
+            f" {'it' if count == 1 else 'them'}"
+        ]
 
     def document(self) -> dict[str, Any]:
         """JSON values."""
@@ -231,13 +250,11 @@ def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Tri
     other = "decode" if near.metric == "ttft" else "prefill"
     its = [both for both in zip(candidate.pools, trial.pools, strict=True) if both[0].role != other]
     pool, use = max(its, key=lambda both: both[1].busy)
-    text = (
-        f"{near.name} at {trial.latency[near.name] / near.limit:.0%} of its limit; {pool.role} engines {use.busy:.0%}"
-    )
-    text += f" busy, KV {use.kv:.0%} full"
+    text = f"{near.name} at {percent(trial.latency[near.name] / near.limit, 0)} of its limit"
+    text += f"; {pool.role} engines {percent(use.busy, 0)} busy, KV {percent(use.kv, 0)} full"
     if use.preemptions:
         text += f", {use.preemptions:,} preemptions"
-    return text if trial.network < _BUSY else f"{text}; network {trial.network:.0%} busy"
+    return text if trial.network < _BUSY else f"{text}; network {percent(trial.network, 0)} busy"
 
 
 def _finite(value: float) -> float | None:

@@ -116,8 +116,6 @@ def search(
             _mix(question, ServingMenu(file), processes, output, as_json, notes)
             return
         found = _found(question, ServingMenu(file), processes)
-        if found.told and (caution := found.caution()) is not None:
-            notes.append(caution)
         text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
         if output is not None:
             write_text(output, text)
@@ -130,6 +128,8 @@ def search(
         infeasible(error, "nothing found")
     except (ValueError, OSError) as error:
         bad_input(of_option(error, ("--rate", "--gpus", "--budget")))
+    if found.told and (caution := found.caution()) is not None:
+        tell_notes([caution], err=as_json)  # before the figures that it is about
     if as_json:
         typer.echo(text, nl=False)
     else:

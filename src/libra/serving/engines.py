@@ -157,7 +157,7 @@ def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
     nodes = question.cluster.node_class(shape.nodes)
     profile = question.profiles[question.cluster.nodes.index(nodes)]
     if profile.source.startswith("calibration"):
-        raise NoRoomError("a calibration has no times of experts that are divided: give another profile")
+        raise NoRoomError("a calibration has no times for divided experts: give another profile")
     assert shape.parallel is not None
     ranks = shape.tensor_parallel_size, shape.ranks, shape.parallel.all2all_backend
     source = "auto" if "tables" in profile.source else "roofline"
@@ -171,8 +171,8 @@ def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apa
     memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.usable
     if held > memory:
         raise NoRoomError(
-            f"an FFN rank has memory for {memory / 1e9:.0f} GB of the {held / 1e9:.0f} GB of its experts and what comes"
-            " to them"
+            f"an FFN rank has memory for {memory / 1e9:.0f} GB of the {held / 1e9:.0f} GB of its experts and their"
+            " activations"
         )
 
 

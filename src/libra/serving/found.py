@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
+from libra.report.words import per_second
 from libra.serving.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival
 from libra.serving.bound import Bounds
 from libra.serving.candidate import ServingCandidate
@@ -69,7 +70,7 @@ class Found:
             if bound.rate < (wanted or rate_of(LOWEST)):
                 why = bound.reason
                 if bound.rate and wanted is not None:
-                    why = f"at most {bound.rate:.3g} requests/s ({bound.reason})"
+                    why = f"at most {per_second(bound.rate)} ({bound.reason})"
                 self._reject(candidate, "bound", why)
             else:
                 left.append(candidate)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isclose
 
+from libra.report.words import per_second
 from libra.serving.bound import Bounds, RateBound
 from libra.serving.candidate import ServingCandidate
 from libra.serving.draws import draws
@@ -114,7 +115,7 @@ def _highest(question: SizingQuestion, runs: Runs, asking: Asking) -> Held:
         except SlowerError as slower:
             raise _SlowError(slower.rival, bound, hardest) from None
         if passed is None:
-            missed = f"{missed} at {rate_of(lowest):.3g} requests/s" if asking.least else missed
+            missed = f"{missed} at {per_second(rate_of(lowest))}" if asking.least else missed
             return Held(None, (), _on(late, missed), runs.made, too_little=asking.least > 0)
         if passed.rate < bound:
             hardest = late

@@ -105,7 +105,7 @@ def plan_mix(
     """
     rate = question.rate
     if rate is None:
-        raise ValueError("rate is missing: a plan is for a rate of requests; give it")
+        raise ValueError("rate is missing: give the rate of requests to plan for")
     refuse_too_dear(question, menu)
     options, shapes = single_engines(question, menu, jobs, tell)
     problem = ServingProblem(

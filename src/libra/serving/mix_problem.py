@@ -42,7 +42,7 @@ from ortools.sat.python import cp_model
 from libra.plan.problem import InfeasiblePlanError
 
 _PARTS = 1000  # of a request a second
-_SECONDS = 60.0  # most that the solver takes
+_EFFORT = 60.0  # most that the solver takes, in its deterministic seconds: the same on any machine
 
 ServingRole = Literal["colocated", "prefill", "decode"]
 
@@ -139,7 +139,7 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     model.minimize(total * (_PARTS + 1) - spare)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.max_time_in_seconds = _SECONDS
+    solver.parameters.max_deterministic_time = _EFFORT
     solver.parameters.catch_sigint_signal = False  # it would end the solver alone, not the command
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

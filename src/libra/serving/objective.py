@@ -50,6 +50,11 @@ class Objective:
         percent = PERCENTS.get(self.statistic)
         return None if percent is None else requests + -percent * requests // 100
 
+    @property
+    def fewest(self) -> int:
+        """The fewest requests of which one may exceed the limit; 1 for a mean."""
+        return -(-100 // (100 - PERCENTS.get(self.statistic, 0)))
+
     def value(self, seconds: Sequence[float] | NDArray[np.float64]) -> float:
         """The statistic of `seconds`; infinite if a value that it depends on is."""
         percent = PERCENTS.get(self.statistic)
@@ -93,7 +98,7 @@ def check_objectives(objectives: Iterable[Objective]) -> tuple[Objective, ...]:
             raise ValueError(f"{name} is given twice; give it once")
     if not any(it.metric in ("ttft", "latency") for it in made):
         raise ValueError(
-            "no objective limits how long a request may wait, so any rate would do: add one of ttft or latency, such"
+            "no objective limits the wait of a request, so every rate meets them: add one for ttft or latency, such"
             " as ttft_p99=1"
         )
     return made

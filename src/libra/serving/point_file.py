@@ -55,7 +55,7 @@ def check_engines_directory(directory: Path) -> None:
         raise ValueError(f"{directory}: {there} cannot be written to; give another directory for engine files")
     taken = next(iter(sorted(directory.glob(f"{_PREFIX}*.yaml"))), None)
     if taken is not None:
-        raise ValueError(f"{taken}: is there already; give another directory, or remove it")
+        raise ValueError(f"{taken}: exists already; give another directory, or remove it")
 
 
 def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -> str:
@@ -185,7 +185,7 @@ def _file(given: str, *words: str) -> str:
 
 def _origin(question: SizingQuestion) -> Origin:
     if question.origin is None:
-        raise ValueError("origin of the question is missing: say what model, profile and host it was made of")
+        raise ValueError("origin of the question is missing: give its model, profile and host")
     return question.origin
 
 

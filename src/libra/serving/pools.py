@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, log2
 
+from libra.report.words import per_second
 from libra.serving.bound import Bounds
 from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.serving.draws import ANSWERS, PROMPTS, draws
@@ -37,7 +38,7 @@ class PoolMiss:
     objective: str
 
     def __str__(self) -> str:
-        return f"its {self.pool.role} engines alone miss {self.objective} at {self.rate:.3g} requests/s"
+        return f"its {self.pool.role} engines alone miss {self.objective} at {per_second(self.rate)}"
 
 
 class Pools:

@@ -74,7 +74,7 @@ class SizingQuestion:
         if self.gpus is not None and not _is_whole(self.gpus):
             raise ValueError(f"gpus is {self.gpus!r}; give a whole number")
         if self.gpus is not None and not 1 <= self.gpus <= self.cluster.devices:
-            raise ValueError(f"gpus is {self.gpus}; there are {self.cluster.devices:,} to take: give 1 to that many")
+            raise ValueError(f"gpus is {self.gpus}; give 1 to {self.cluster.devices:,}, the GPUs of the cluster")
         if len(self.profiles) != len(self.cluster.nodes):
             raise ValueError(
                 f"{len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes: give each one"
@@ -83,9 +83,7 @@ class SizingQuestion:
             self.cluster.node_class(name)
         missing = [nodes.name for nodes in self.cluster.nodes if nodes.name not in self.prices]
         if missing and (self.prices or self.budget is not None):
-            raise ValueError(
-                f"there is no price of {missing[0]}: give what a GPU of it costs an hour, as cost_per_hour of the menu"
-            )
+            raise ValueError(f"{missing[0]} has no price: give the cost of a GPU an hour as cost_per_hour of the menu")
         if any(not 0 < price <= MOST_PRICE for price in self.prices.values()):
             raise ValueError(f"prices are {dict(self.prices)}; give numbers above 0, {MOST_PRICE:g} at most")
         _check_requests(self.requests, self.model)

@@ -42,7 +42,7 @@ class Runs:
         return self._trial(record[: max(_FEWEST, ceil(_BRIEFLY * rate * self.question.shortest_wait))], rate)
 
     def lasting(self, name: str, rate: float, *, to_the_end: bool = False, rivals: Sequence[Rival] = ()) -> Trial:
-        """A trial long enough for a lasting rate; with the rate that the question gives, of the requests once. Raises
+        """A trial that is long enough to show a lasting rate; with a given rate, the requests run once. Raises
         `SlowerError` if it is no faster than one of the rivals."""
         key = name, rate, to_the_end
         if key not in self._lasting:

@@ -10,7 +10,7 @@ import altair as alt
 from libra.report.charts import Figure
 from libra.report.page import Tile, render
 from libra.report.vega import HALF, Axis, draw, layer, unchecked
-from libra.report.words import count, fine_duration, percent, plain, plural
+from libra.report.words import count, fine_duration, per_second, percent, plural
 from libra.serving.answer import Point, SizingAnswer
 from libra.serving.search_table import (
     alike,
@@ -55,7 +55,7 @@ def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) ->
 def _tiles(answer: SizingAnswer) -> Iterator[Tile]:
     if answer.told:
         best = answer.points[0]
-        yield Tile("Best", value_words(answer, best), f"{plain(best.trial.rate)} requests/s")
+        yield Tile("Best", value_words(answer, best), per_second(best.trial.rate))
         yield Tile("Takes", plural(best.candidate.devices, "GPU"), best.candidate.architecture)
     for objective in answer.question.objectives:
         reached = fine_duration(answer.points[0].trial.latency[objective.name]) if answer.told else "-"

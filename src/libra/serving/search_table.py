@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Column, Table
 
 from libra.report.tables import number, whole
-from libra.report.words import cell, fine_duration, percent, plain, plural
+from libra.report.words import cell, fine_duration, per_second, percent, plain, plural
 from libra.serving.answer import Point, Rejection, SizingAnswer, bottleneck
 from libra.serving.candidate import EngineSetup, ServingCandidate
 from libra.serving.mix import ServingMix
@@ -34,7 +34,7 @@ def headline(answer: SizingAnswer) -> str:
     best = answer.points[0]
     one = sum(pool.count for pool in best.candidate.pools) == 1
     return (
-        f"{deployment(answer, best.candidate)} {'serves' if one else 'serve'} {plain(best.trial.rate)} requests/s:"
+        f"{deployment(answer, best.candidate)} {'serves' if one else 'serve'} {per_second(best.trial.rate)}:"
         f" {value_words(answer, best)}; {answer.claim()}. Margin: {margin(best)}."
     )
 
@@ -72,7 +72,7 @@ def counts(answer: SizingAnswer) -> str:
 
 
 def unit_words(answer: SizingAnswer) -> str:
-    """The unit of the denominator of goodput; the column of the price has the same name."""
+    """The unit by which goodput is divided; the column of the price has the same name."""
     return "cost/h" if answer.question.prices else answer.question.unit
 
 
@@ -173,7 +173,7 @@ def mix_lines(mix: ServingMix) -> list[str]:
         for name, value in mix.trial.latency.items()
     )
     return [
-        f"{rate:g} requests/s on {plural(mix.candidate.devices, 'GPU')}{cost}: {mix.claim()}.",
+        f"{per_second(rate)} on {plural(mix.candidate.devices, 'GPU')}{cost}: {mix.claim()}.",
         *(f"  {pool}" for pool in mix.candidate.pools),
         f"Simulated: {reached}.",
         f"Bottleneck: {bottleneck(question, mix.candidate, mix.trial)}.",

@@ -36,7 +36,7 @@ class SimCluster(ClusterState):
         if unplaced and not self.partial and not self._pausing:
             first = unplaced[0]
             raise RuntimeError(
-                f"{len(unplaced)} requests wait for an engine for ever, first of all {first.number}:"
+                f"{len(unplaced)} requests wait for an engine forever, the first is {first.number}:"
                 f" {self.placer.refusal(first)}"
             )
 

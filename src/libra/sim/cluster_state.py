@@ -73,9 +73,9 @@ class ClusterState:
         check_groups(specs, [update.engines for update in updates])
         entries = sum(spec.role.takes == "prompt" for spec in specs)
         if route is None and (entries > 1 or patient):
-            raise ValueError(f"there are {entries} engines and no policy: say where requests go")
+            raise ValueError(f"there are {entries} engines and no policy: give one")
         if decode_route is None and len(specs) - entries > 1:
-            raise ValueError(f"there are {len(specs) - entries} engines that decode, and no decode_route: say where to")
+            raise ValueError(f"there are {len(specs) - entries} decode engines and no decode_route: give one")
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
         self.engines: list[SimEngine] = []  # all that there ever were
@@ -141,7 +141,7 @@ class ClusterState:
     def at(self, tick: int, action: Callable[[int], None]) -> None:
         """Call `action` at a tick that is not over: after the ends at that tick, before its arrivals."""
         if tick < self.now:
-            raise ValueError(f"tick {tick} is over, it is {self.now}")
+            raise ValueError(f"tick {tick} is in the past; now is {self.now}")
         self._events.act(tick, action)
 
     def submit(self, request: Request) -> None:
@@ -166,7 +166,7 @@ class ClusterState:
         """Put an engine into service, and return it. Raises ValueError for a rank: groups are fixed from the
         beginning."""
         if spec.group is not None:
-            raise ValueError(f"{spec.name} is a rank of {spec.group.name}: a group is there from the beginning")
+            raise ValueError(f"{spec.name} is a rank of {spec.group.name}: a group exists from the start")
         self._add([spec], make)
         self.frontend.look_again()
         return self.engines[-1]

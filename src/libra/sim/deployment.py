@@ -110,7 +110,7 @@ def check_roles(
     if not may_come:
         _check_partners(engines)
     if transfer is None:
-        raise ValueError("kv_transfer is missing: engines with roles need a way for their KV: give its bandwidth")
+        raise ValueError("kv_transfer is missing: engines with roles transfer KV: give its bandwidth")
     first = prefill[0] if prefill else decode[0]
     for engine in (*prefill, *decode):
         if engine.config.block_size != first.config.block_size:
@@ -151,7 +151,7 @@ def _check_room_for_kv(engine: EngineSpec, transfer: KVNetwork) -> None:
     """Raises ValueError if KV of the longest context never fits a decode engine."""
     config = engine.config
     if engine.kv_bytes <= 0:
-        raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
+        raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: give the bytes of a token's KV")
     free = {
         "drafts": config.draft_blocks,
         "num_reserved_decode_tokens": config.blocks(config.num_reserved_decode_tokens),

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from math import lcm
 
 from libra.config.yaml_file import ConfigError
-from libra.cost.engine_memory import BLOCK, drafter_memory, held_bytes, kv_tokens
+from libra.cost.engine_memory import BLOCK, drafter_memory, held_bytes, tokens_in
 from libra.cost.graphs import capture_sizes
 from libra.hardware.kv_layers import GroupedLayers
 from libra.hardware.model_file import load_model
@@ -88,39 +88,22 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
     if divided:
         weights += expert_bytes(engine)
     pp, routed = section.pipeline_parallel_size, section.afd is None and not divided
-    batched, seqs, graphs = section.max_num_batched_tokens, engine.seqs, not section.enforce_eager
-    memory, share = engine.gpu.usable, section.gpu_memory_utilization
-    if grouped is not None:
-        held = held_bytes(
-            model,
-            tp,
-            batched_tokens=batched,
-            quantization=stored,
-            pp=pp,
-            routed=routed,
-            seqs=seqs,
-            graphs=graphs,
-            switched=engine.gpu.switched,
-            profiling=engine.profiling,
-        )
-        return grouped.blocks(max(0.0, memory * share - held - weights) / (1 + more))
-    tokens = kv_tokens(
+    held = held_bytes(
         model,
-        memory,
-        share,
         tp,
-        batched_tokens=batched,
+        batched_tokens=section.max_num_batched_tokens,
         quantization=stored,
         pp=pp,
-        taken=weights,
-        kv_beside=more,
         routed=routed,
-        seqs=seqs,
-        graphs=graphs,
-        context=engine.longest,
+        seqs=engine.seqs,
+        graphs=not section.enforce_eager,
         switched=engine.gpu.switched,
         profiling=engine.profiling,
     )
+    free = engine.gpu.usable * section.gpu_memory_utilization - weights - held
+    if grouped is not None:
+        return grouped.blocks(max(0.0, free) / (1 + more))
+    tokens = tokens_in(free, stored.kv_bytes_per_token(model, tp, pp, engine.longest) * (1 + more))
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 
 

@@ -53,7 +53,7 @@ def tiers_of(
                 " raise it, or lower that"
             )
         if any(it.name == other.name for other in given[:place]):
-            raise ValueError(f"{key}.{place}.name is {it.name}, as is another's: name each once")
+            raise ValueError(f"{key}.{place}.name is {it.name}, and another tier has it: name each once")
         if it.blocks_per_chunk != given[0].blocks_per_chunk:
             raise ValueError(
                 f"{key}.{place}.blocks_per_chunk is {it.blocks_per_chunk}, that of {given[0].name}"

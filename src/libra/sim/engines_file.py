@@ -74,7 +74,9 @@ def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) 
     engines = load_engines(path, note).engines
     section = read_section(path, EnginesFile, "examples/engines.yaml").engines[0]
     if len(engines) > 1:
-        raise refusal(path, f"engines are {len(engines)}; a certificate is of one: give a file with a single engine")
+        raise refusal(
+            path, f"engines has {len(engines)} entries; a certificate is for one engine: give a file with one"
+        )
     gpus = section.tensor_parallel_size * section.pipeline_parallel_size
     return engines[0], load_model(section.model), f"{gpus} x {gpu_of(section.gpu, 'gpu').name}"
 
@@ -85,7 +87,7 @@ def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | N
     given, decodes = section.num_reserved_decode_tokens, section.role == "decode"
     if given and not decodes:
         raise ValueError(
-            f"{key}.num_reserved_decode_tokens is {given}, and its role {section.role}: it is of engines with role"
+            f"{key}.num_reserved_decode_tokens is {given}, and its role {section.role}: it is for engines with role"
             " decode; leave it out"
         )
     if given is None:
@@ -126,7 +128,7 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
     try:
         own = GridCost(grid, config, host, drafter)
     except ValueError as error:
-        raise ValueError(f"{key}: {error}; lower what goes beyond") from None
+        raise ValueError(f"{key}: {error}; lower the keys that exceed it") from None
     return [spec(name, config, own) for name in names]
 
 

@@ -65,7 +65,7 @@ class EventQueue:
         heappush(self._heap, (tick, CANCELLATION, request.number, request))
 
     def until(self, limit: int | None) -> Iterator[Event | None]:
-        """Events up to a tick, in order, taken out one by one, including those added meanwhile. None follows the last
+        """Yield and remove the events up to a tick, in order, including those added meanwhile, and None after the last
         event of each tick. Ends early if `goes_on` is False."""
         heap, now = self._heap, -1  # the tick that is not over
         while heap or now >= 0:

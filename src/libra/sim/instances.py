@@ -21,12 +21,13 @@ from libra.sim.engine.iteration_cost import DecodeBatch
 class EngineInstance:
     """An engine for a routing policy, always in its present state."""
 
-    __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id")
+    __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id", "pace_class")
 
     def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int]) -> None:
         self._now = now  # tick
         self.id = spec.name
         self.bucket = spec.bucket
+        self.pace_class = 0
         self.capacity_tokens = spec.config.max_model_len
         self.engine = engine
 
@@ -110,7 +111,7 @@ class PairInstance(EngineInstance):
     def _least(self) -> tuple[int, Instance | None]:
         """(load, engine) of the least loaded decode engine of the bucket; (0, None) in a single bucket."""
         fleet = self._decoders.fleet
-        return (0, None) if len(fleet.limits) == 1 else fleet.loads(0).least.get((self.bucket, False), (0, None))
+        return (0, None) if len(fleet.limits) == 1 else fleet.loads(0).least_in(self.bucket) or (0, None)
 
 
 @dataclass(frozen=True, slots=True)

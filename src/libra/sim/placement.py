@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from libra.live.pace import pace_classes
 from libra.route import policy
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Placement, Policy
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
 from libra.sim.instances import EngineInstance, PairInstance, SimulatedFleet
 from libra.sim.workload.caller import Caller
+
+_USUAL = DecodeBatch(32)  # by whose time engines are compared
+_USUAL_CONTEXT = 32 * 4096  # tokens, in total
 
 
 class Placer:
@@ -72,7 +77,7 @@ class Placer:
         """Assign engines, by name, to these buckets from now on."""
         for spec, engine in engines:
             if spec.name in self._by_name:
-                raise ValueError(f"there is an engine {spec.name} already: close it first")
+                raise ValueError(f"engine {spec.name} exists already: close it first")
             self._by_name[spec.name] = engine
         added = [self._instance(spec, engine, now) for spec, engine in engines]
         self._instances |= {it.engine.index: it for it in added}
@@ -100,7 +105,9 @@ class Placer:
     def _serve(self, instances: Iterable[EngineInstance], limits: tuple[int, ...]) -> None:
         """Place requests on these instances from now on."""
         self._by_bucket.clear()
-        self.fleet = IndexedFleet(tuple(instances), limits, self.fleet.turn_tokens)
+        served = tuple(instances)
+        _classify(served)
+        self.fleet = IndexedFleet(served, limits, self.fleet.turn_tokens)
 
     # Requests
 
@@ -205,3 +212,11 @@ class Placer:
             its = tuple(it for it in self.fleet.instances if it.bucket == bucket)
             fleet = self._by_bucket[bucket] = SimulatedFleet(its, self.fleet.limits, self.fleet.turn_tokens)
         return fleet
+
+
+def _classify(instances: Sequence[EngineInstance]) -> None:
+    """Tell engines of different paces apart, as a live router does by their turns."""
+    if len({id(it.engine.cost) for it in instances}) > 1:
+        told = [it.engine.decode_ticks(_USUAL, _USUAL_CONTEXT) for it in instances]
+        for instance, number in zip(instances, pace_classes(told), strict=True):
+            instance.pace_class = number

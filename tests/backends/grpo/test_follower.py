@@ -198,7 +198,7 @@ def test_a_core_that_does_not_get_done_with_a_change(way: Way, monkeypatch: pyte
                 follower.advance()
                 assert follower.number is None
             monkeypatch.setattr(libra.backends.grpo.train_state, "SILENT_SECONDS", 0.0)
-            with pytest.raises(SilentError, match="does not finish a change"):
+            with pytest.raises(SilentError, match="did not finish a change"):
                 follower.advance()
         follower.advance()
     assert follower.number == core.number

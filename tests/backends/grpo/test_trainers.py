@@ -234,7 +234,7 @@ async def test_the_relay_keeps_off_the_core_that_the_core_replica_computes_on(sc
 async def test_a_joiner_that_lost_its_way_to_the_core_gets_a_new_one_with_a_token_of_its_own(scene: Scene) -> None:
     core = scene.floor.replicas["core-0"]
     far = await scene.floor.hire("hybrid-0", "elsewhere")
-    far.behind.append("the core cannot be reached any more")
+    far.behind.append("the core cannot be reached")
     await scene.trainers.join(far.handle)
     first, second = core.told(Serve)
     assert first.token != second.token
@@ -579,7 +579,7 @@ async def test_when_the_publisher_dies_another_core_publishes(scene: Scene) -> N
 @joined("hybrid-0")
 async def test_without_a_core_there_is_no_step(scene: Scene, order: type, fate: Fate) -> None:
     scene.floor.replicas["core-0"].will(order, [fate])
-    with pytest.raises(CoreLostError, match="core trainer core-0 is gone, and no other is left"):
+    with pytest.raises(CoreLostError, match="core trainer core-0 is gone, and none is left"):
         await scene.step(2)
 
 
@@ -708,7 +708,7 @@ async def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving
     assert trainers.names() == ("core-0",)
     third = await scene.join("hybrid-3")
     third.handle.declare_lost("killed")
-    with pytest.raises(WorkerLostError, match="worker hybrid-3 is not a training replica now"):
+    with pytest.raises(WorkerLostError, match="worker hybrid-3 is not a training replica at present"):
         await trainers.leave("hybrid-3")
     assert await scene.step(1) == 1
     (await scene.join("hybrid-4")).handle.declare_lost("killed")
@@ -725,7 +725,7 @@ async def test_whichever_core_is_there_answers(scene: Scene) -> None:
     assert (first.told(Publish), second.told(Publish)) == ([Publish(3, 1)], [Publish(3, 1)])
     scene.trainers.require_core()
     second.will(Publish, ["die"])
-    with pytest.raises(CoreLostError, match="core trainer core-0, core-1 is gone, and no other is left"):
+    with pytest.raises(CoreLostError, match="core trainer core-0, core-1 is gone, and none is left"):
         await scene.trainers.ask_core(Publish(3, 1), Published)
     with pytest.raises(CoreLostError):
         scene.trainers.require_core()

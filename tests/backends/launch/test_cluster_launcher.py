@@ -285,7 +285,7 @@ async def test_what_keeps_the_first_nodes_from_starting_is_told(tmp_path: Path) 
     mark = tmp_path / "mark"
     mark.write_text("another run's")
     async with launched(LossyNodes(tmp_path), NODE_SLOTS, {str(mark): "this run's"}) as launcher:
-        with pytest.raises(LaunchError, match=rf"node 127\.0\.0\.1 does not see {tmp_path} as the controller does"):
+        with pytest.raises(LaunchError, match=rf"node 127\.0\.0\.1 cannot see the controller's {tmp_path}"):
             await launcher.ready()
 
 

@@ -180,7 +180,7 @@ async def test_a_loss_reaches_who_waits_behind_an_order_that_was_cancelled(engin
     waiting = published(handle, 2, 0)
     await far.receive()
     far.close()
-    with pytest.raises(WorkerLostError, match="was lost during Publish"):
+    with pytest.raises(WorkerLostError, match="was lost while it handled Publish"):
         await waiting
     assert lost == ["engine"]
 

@@ -23,7 +23,7 @@ def test_a_difference_leads_from_one_version_to_the_other(seed: int, size: int, 
     assert np.array_equal(into, new)
     assert len(packed) <= len(new) + 8
     for torn in (packed[:-1], packed[:3], np.concatenate([packed, packed[:1]])):
-        with pytest.raises(WeightUpdateError, match="a difference of weights"):
+        with pytest.raises(WeightUpdateError, match="a weight delta"):
             add_difference(torn, base, into)
 
 

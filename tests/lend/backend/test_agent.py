@@ -276,7 +276,7 @@ def test_a_device_whose_file_was_replaced_is_not_lent_any_more(tmp_path: Path, m
         loan.order.device.rename(tmp_path / "before")
         await asyncio.sleep(math.inf)
 
-    with pytest.raises(LoanEndedError, match="is another file by now"):
+    with pytest.raises(LoanEndedError, match="was replaced by another file"):
         lend(tmp_path, script, monkeypatch)
 
 
@@ -285,7 +285,7 @@ def test_what_an_agent_does_not_lend(tmp_path: Path, monkeypatch: pytest.MonkeyP
         async def answer(wanted: Borrow) -> Message:
             return await (await loan.controller(wanted)).receive()
 
-        assert await answer(ASKED) == NotNow("the engine is not ready yet; come back")
+        assert await answer(ASKED) == NotNow("the engine is not ready yet; try again")
         await loan.engine()
         assert await answer(replace(ASKED, max_model_len=4096)) == Failure(
             "max_model_len is 512 in the lent engine, 4096 is wanted"

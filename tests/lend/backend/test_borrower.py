@@ -202,7 +202,7 @@ def test_a_page_that_was_left_half_written_is_waited_for(shared: Shared, monkeyp
     whole = page[64:72]
     page[64:72] = b"\xff" * 8
     assert shared.borrower.step(shared.engine) is None
-    assert "the serving engine ended as it wrote" in shared.lender.tally.why
+    assert "the serving engine ended while it wrote" in shared.lender.tally.why
     page[64:72] = whole
     assert shared.borrower.step(shared.engine) is not None
 

@@ -90,11 +90,11 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"serving.model": "Qwen/Qwen3-14B"}, "the certificate is of Qwen/Qwen3-8B, not of Qwen/Qwen3-14B"),
+        ({"serving.model": "Qwen/Qwen3-14B"}, "the certificate is for Qwen/Qwen3-8B, not for Qwen/Qwen3-14B"),
         ({"serving.model": "nobody/knows"}, "serving.model:"),
-        ({"serving.hardware": "1 x A100"}, "the certificate is of 1 x H100, not of 1 x A100"),
-        ({"serving.tpot": 0.05}, "tpot is 0.05 s; the certificate is of 0.1 s"),
-        ({"serving.use": 0.9}, "serving.use is 0.9; the certificate is of 0.8: lower it"),
+        ({"serving.hardware": "1 x A100"}, "the certificate is for 1 x H100, not for 1 x A100"),
+        ({"serving.tpot": 0.05}, "tpot is 0.05 s; the certificate is for 0.1 s"),
+        ({"serving.use": 0.9}, "serving.use is 0.9; the certificate is for 0.8: lower it"),
         ({"serving.use": 0.5}, "a serving step may take 60 ms, a token 50; raise use"),
         ({"serving.use": 0.0}, "serving.use:"),
         ({"serving.used": 0.5}, "did you mean use?"),
@@ -108,7 +108,7 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
         ({"rollout.borrowed_kv": "much"}, "rollout.borrowed_kv"),
         ({"shortest_grant": 0.04}, "shortest_grant is 0.04 s, more than the 0.03 s"),
         ({"most_quiet": 1.0}, "most_quiet is 1 s, less than quiet, 5 s; raise it"),
-        ({"listen": "a" * 108}, "and the path of a socket 107 at most; name a shorter one"),
+        ({"listen": "a" * 108}, "the path of a socket 107 at most; name a shorter one"),
         ({"listen": "none/agent"}, "none; make it, or name another socket"),
         ({"certificate": "none.json"}, "give a certificate that `libra lend check` has written"),
     ],
@@ -141,7 +141,7 @@ NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 
             "max_num_batched_tokens is 8192 there and 1024 in the certificate; start the server with",
         ),
         ("another agent", MUCH, "another agent lends this device; only one can at a time"),
-        ("damaged", MUCH, "/device: the serving engine ended as it wrote; start it again"),
+        ("damaged", MUCH, "/device: the serving engine ended while it wrote; start it again"),
         ("a file at listen", MUCH, "listen: {} exists and is not a socket; name another file, or remove this one"),
         ("a socket in use", MUCH, "listen: another process has the socket {}; name another one, or end it first"),
         (

@@ -50,7 +50,7 @@ def test_each_certificate_has_a_file_of_its_own(tmp_path: Path) -> None:
     [
         (
             ("--ttft", 2, "--tpot", 0.02),
-            ("requests.jsonl: nothing to lend at 0.1 times its rate", "a serving step may"),
+            ("requests.jsonl: nothing can be lent at 0.1 times its rate", "a serving step may"),
             3,
         ),
         (("--ttft", 1e-6, "--tpot", 0.1), ("serving alone misses ttft of 1e-06 s for", "raise ttft"), 2),
@@ -77,7 +77,7 @@ def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
     data = yaml.safe_load(LENDER.read_text())
     data["engines"][0]["count"] = 2
     two = write(tmp_path / "two.yaml", data)
-    assert_refused(check(*SLO, engine=two), "two.yaml: engines are 2; a certificate is of one")
+    assert_refused(check(*SLO, engine=two), "two.yaml: engines has 2 entries; a certificate is for one")
     assert_refused(check(*SLO, engine=tmp_path / "none.yaml"), "none.yaml")
     none = check(*SLO, traffic=tmp_path / "none.jsonl")
     assert_refused(none, "--traffic: ", "none.jsonl: No such file or directory; give a file of requests")
@@ -117,7 +117,7 @@ def test_a_record_of_a_loan_is_shown(tmp_path: Path) -> None:
 
 def test_a_record_without_a_loan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text(TERMS.to_json() + "\n")
-    assert_refused(libra("lend", "report", tmp_path / "empty.jsonl"), "nothing was asked for")
+    assert_refused(libra("lend", "report", tmp_path / "empty.jsonl"), "the gate was never asked")
     (tmp_path / "other.jsonl").write_text("{}\n")
     assert_refused(libra("lend", "report", tmp_path / "other.jsonl"), "other.jsonl:1: ")
     assert_refused(libra("lend", "report", tmp_path / "none.jsonl"), "none.jsonl")

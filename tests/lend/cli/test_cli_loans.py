@@ -218,13 +218,13 @@ def traffic(**keys: object) -> Callable[[dict[str, Any]], object]:
 
 
 REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
-    ("another model", other(model="Qwen/Qwen3-14B"), "the certificate is of Qwen/Qwen3-8B, not of Qwen/Qwen3-14B"),
+    ("another model", other(model="Qwen/Qwen3-14B"), "the certificate is for Qwen/Qwen3-8B, not for Qwen/Qwen3-14B"),
     ("unknown model", other(model="Qwen/Qwen9"), "lends.model: 'Qwen/Qwen9': no such file or known model"),
-    ("a stricter SLO", other(tpot=0.05), "tpot is 0.05 s; the certificate is of 0.1 s: certify this pool with"),
-    ("other engines", other(tensor_parallel_size=2), "the certificate is of 1 x H100, not of 2 x H100"),
+    ("a stricter SLO", other(tpot=0.05), "tpot is 0.05 s; the certificate is for 0.1 s: certify this pool with"),
+    ("other engines", other(tensor_parallel_size=2), "the certificate is for 1 x H100, not for 2 x H100"),
     ("no such certificate", other(certificates=["none.json"]), "lends.certificates: "),
     ("no certificate", other(certificates=["chat.jsonl"]), "give a certificate that `libra lend check` has written"),
-    ("one use twice", other(certificates=["chat_use_60.json"] * 2), "certificates: two are of use 0.6"),
+    ("one use twice", other(certificates=["chat_use_60.json"] * 2), "certificates: two have use 0.6"),
     ("no such log", traffic(requests="none.jsonl"), "none.jsonl: No such file or directory; give a file of requests"),
     ("a short log", traffic(bin=40, season=80), "the log has 5 whole bins of 40 s; a forecast needs 21: give a longer"),
 ]  # fmt: skip

@@ -71,11 +71,17 @@ def test_the_answers_of_a_record_are_given_again(tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}\n", "1: no line of a record of a loan; give the `record` of a loan as it was written"),
-        ('{"kind":"trace"}\n', "1: no line of a record of a loan; give"),
-        ("words\n", "1: no line of a record of a loan (not JSON (expected value); give one object on each line); give"),
-        ("TERMS" + '{"kind":"step","at":1}\n', "2: no line of a record of a loan (step.seconds: this field is"),
-        ('{"kind":"quota","at":1.0,"held":2,"put_out":0}\n', "1: a record of a loan begins with its terms; give one"),
+        ("{}\n", "1: not a line of the record of a loan; give a `record` as it was written"),
+        ('{"kind":"trace"}\n', "1: not a line of the record of a loan; give"),
+        (
+            "words\n",
+            "1: not a line of the record of a loan (not JSON (expected value); give one object on each line); give",
+        ),
+        ("TERMS" + '{"kind":"step","at":1}\n', "2: not a line of the record of a loan (step.seconds: this field is"),
+        (
+            '{"kind":"quota","at":1.0,"held":2,"put_out":0}\n',
+            "1: the record of a loan begins with its terms; give a `record`",
+        ),
     ],
 )
 def test_what_is_no_record_is_refused_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:

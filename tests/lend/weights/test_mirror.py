@@ -161,5 +161,5 @@ def test_several_senders_have_to_say_that_a_version_is_complete() -> None:
 
 
 def test_a_mirror_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="a node that wants no chunk"):
+    with pytest.raises(ValueError, match="name the chunks that the node needs"):
         Kept([False] * 4)

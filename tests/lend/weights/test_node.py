@@ -385,7 +385,7 @@ async def test_frames_that_are_none_are_damage() -> None:
         (headed(1 << 30, b""), "a frame of 1073741824 bytes; the largest has"),
         (b"\1" + headed(1, b"x")[1:], "the header of a frame arrived damaged"),
         (pack(Chunk(0, 0, 0, 0, 0, b""))[:-1] + b"x", "a frame arrived damaged"),
-        (headed(1, b"\xc1"), "is no message"),
+        (headed(1, b"\xc1"), "is not a message"),
     ):
         reader = asyncio.StreamReader()
         reader.feed_data(frame)

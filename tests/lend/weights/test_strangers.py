@@ -63,7 +63,7 @@ def as_array(message: Hello, **changed: Any) -> bytes:
 
 MALFORMED: dict[str, bytes] = {
     "no frame": b"GET / HTTP/1.1\r\n\r\n",
-    "no message": framed(b"\xc1"),
+    "not a message": framed(b"\xc1"),
     "nothing": framed(b""),
     "nested": framed(b"\x91" * 3000 + b"\xc0"),
     "another message": pack(Beat(1)),

@@ -225,13 +225,13 @@ def test_reasons_of_one_kind_differ_in_numbers_and_layouts_alone() -> None:
         Rejected("a", "does not fit", "at dp 24 it needs 338.3 GB; the largest item is logits"),
         Rejected("b", "does not divide", "a replica has 64 devices; there are 48"),
         Rejected("c", "does not divide", "a replica has 128 devices; there are 48"),
-        Rejected("d", "slower", "slower, by 2.5% at least, than tp1 dp* full-recompute, on 8 devices"),
+        Rejected("d", "slower", "slower, by 2.5 % at least, than tp1 dp* full-recompute, on 8 devices"),
     ]
     kinds = by_kind(rejected)
     assert [(kind.kind, [name for name, _ in kind.options]) for kind in kinds] == [
         ("a replica has … devices", ["b", "c"]),
         ("at dp … it needs … GB", ["a"]),
-        ("slower, by … at least, than …, on … devices", ["d"]),
+        ("slower, by … % at least, than …, on … devices", ["d"]),
     ]
     assert sorted(option for kind in kinds for option in kind.options) == [(it.name, it.reason) for it in rejected]
     problem = one_shape((9.0, 3.0), (1.0, 1.0))
@@ -265,7 +265,7 @@ def test_a_plan_that_does_not_answer_its_request_is_not_explained() -> None:
         replace(PLAN, predicted=replace(PLAN.predicted, step=PLAN.predicted.step * 0.9)),
         replace(PLAN, proof=replace(PLAN.proof, bound=PLAN.proof.bound * 2)),
     ):
-        with pytest.raises(ValueError, match=r"the plan is not an answer to the request in it: .*; plan again"):
+        with pytest.raises(ValueError, match=r"the plan does not answer its own request: .*; plan again"):
             explain_plan(edited)
 
 

@@ -197,7 +197,7 @@ def test_reasons_of_what_qwen3_14b_cannot_do() -> None:
     sharded = "tp1 pp1 cp1 dp* zero3 full-recompute chunked-logits 40960-token"
     assert sharded in {layout.family for layout in qwen().chosen.values()}
     assert re.fullmatch(r"at dp 4 .*largest item is optimiser with .* GB; it fits from dp 5", reason(rejected, sharded))
-    assert reason(rejected, "pp16") == "pp is 16; stages of 3 of the 40 layers leave none for the last one"
+    assert reason(rejected, "pp16") == "pp is 16; stages of 3 of the 40 layers leave none for the last stage"
     assert "neither a power of two that divides" in reason(rejected, "tp1 pp5 cp1")
     assert "a replica has 80 devices; there are 48" in reason(rejected, "tp8 pp10 cp1")
 

@@ -32,6 +32,10 @@ async def test_each_engine_has_the_pace_of_its_own_answers_and_metrics_tell_it()
             assert [status for status, _ in await asyncio.gather(*both)] == [200, 200]
         assert quick.token_seconds is not None and slow.token_seconds is not None
         assert 0 < quick.token_seconds < slow.token_seconds
+        assert (quick.pace_class, slow.pace_class) == (0, 0)  # not looked at yet
+        await asyncio.gather(*(stage.post("/v1/completions", turn) for _ in range(40)))
+        assert (quick.pace_class, slow.pace_class) == (0, 1)
+        assert {it.id: it.pace_class for it in stage.gateway.upstreams.fleet(16).instances} == {"s0": 0, "s1": 1}
         async with stage.session.get("/metrics") as answer:
             told = dict(line.rsplit(" ", 1) for line in (await answer.text()).splitlines() if line[0] != "#")
         for engine in (quick, slow):

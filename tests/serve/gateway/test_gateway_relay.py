@@ -118,7 +118,7 @@ async def test_a_stream_without_an_end_says_so(rest: str) -> None:
         async with stage.session.post("/v1/completions", json=TURN | {"stream": True}) as response:
             first, error, _ = (await response.text()).split("\n\n")
         assert first == f"data: {PIECE}"
-        assert "the stream ended before its end" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert "the stream ended early" in json.loads(error.removeprefix("data: "))["error"]["message"]
         assert stage.gateway.counts.turns == 0
 
 

@@ -56,7 +56,7 @@ async def test_more_engines_than_the_limit_may_not_join(monkeypatch: pytest.Monk
         second, third = [await stack.enter_async_context(FieldEngine().serving()) for _ in range(2)]
         assert (await stage.post("/workers", {"url": second}))[0] == 200
         status, said = await stage.post("/workers", {"url": third})
-        assert status == 429 and "has 2 engines, which is the most" in said["error"]["message"]
+        assert status == 429 and "has 2 engines, the maximum" in said["error"]["message"]
         assert (await stage.post("/workers", {"url": second}))[0] == 200  # it has started again
         await stage.session.delete(f"/workers/{quote(second, safe='')}")
         assert (await stage.post("/workers", {"url": third}))[0] == 200

@@ -86,7 +86,7 @@ def test_mistakes_are_refused_at_once() -> None:
         OccupancyRecorder(most_rows=0)
     watcher = OccupancyRecorder()
     simulated([request(0, 0, 6, 3)], watcher=watcher)
-    with pytest.raises(ValueError, match="as of then or later"):
+    with pytest.raises(ValueError, match="at that tick or later"):
         watcher.series(0, TICKS)
 
 

@@ -327,7 +327,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ),
     ("unknown rule", lambda: Replay([], rewrite_keeps="all"), "rewrite_keeps is 'all'"),  # type: ignore[arg-type]
     ("seconds", lambda: Replay([made("a", [last(1)])], unknown_tool_seconds=-1.0), "-1.0 seconds is not a duration"),
-    ("not its own", lambda: Replay([]).finished(Request(3, 0, 1, 1), 0), "request 3 is of no trajectory"),
+    ("not its own", lambda: Replay([]).finished(Request(3, 0, 1, 1), 0), "request 3 belongs to no trajectory"),
 ]
 
 

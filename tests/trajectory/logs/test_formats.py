@@ -287,6 +287,10 @@ REFUSED = {
         "log:1: a log of no known format, with 'colour', 'size'",
     ),
     "a table of no known format": (b"colour,size\nred,3\n", "log:2: a log of no known format, with 'colour', 'size'"),
+    "requests": (
+        b'{"arrival": 0.1, "prompt_tokens": 9, "output_tokens": 2}\n',
+        "log:1: a request, not a trajectory: `libra search` and `libra simulate` take such a file as --requests",
+    ),
     "a header alone": (VIDUR_HEADER, "a header without a row"),
     "a missing field": (b'{"input": "q", "output": "a", "score": null}\n', "log:1: score: this field is required"),
     "text for tokens": (

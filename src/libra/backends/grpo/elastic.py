@@ -136,7 +136,7 @@ class GradientExchange:
         if self.size <= 1:
             return 0.0
         if self._group is None:
-            raise PeerLostError(f"gradient exchange of {self.size} replicas failed: the membership is over")
+            raise PeerLostError(f"gradient exchange of {self.size} replicas failed: the membership has ended")
         began = time.monotonic()
         options = AllreduceOptions()
         options.timeout = timedelta(seconds=seconds)

@@ -85,7 +85,7 @@ def tokens_of(share: Sequence[Sample]) -> int:
 
 
 def divide(order: ToWorker, parts: int) -> list[ToWorker]:
-    """Divide a replica's order into one for each of its processes, the leader's first. Raises `ValueError` where there
+    """Divide a replica's order into one for each of its processes, the leader's first. Raises `ValueError` if there
     are too few samples."""
     match order:
         case Train():

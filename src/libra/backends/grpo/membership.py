@@ -114,14 +114,14 @@ class Membership:
             if not replica.lost:
                 return replica
         names = ", ".join(replica.name for replica in self.cores)
-        raise CoreLostError(f"core trainer {names} is gone, and no other is left")
+        raise CoreLostError(f"core trainer {names} is gone, and none is left")
 
     def hybrid(self, name: str) -> Handle:
         """The hybrid replica of that name. Raises `WorkerLostError` when there is none."""
         for replica in self.hybrids:
             if replica.name == name:
                 return replica
-        raise WorkerLostError(f"worker {name} is not a training replica now")
+        raise WorkerLostError(f"worker {name} is not a training replica at present")
 
     async def ask(
         self,

@@ -95,13 +95,13 @@ class StateStream:
         ends = _ends(seconds)
         count, checksum = self._head(ends)
         if count > _LARGEST_MESSAGE:
-            raise ConnectionAbortedError(f"{count} bytes are no {kind.__name__}")
+            raise ConnectionAbortedError(f"{count} bytes are not a {kind.__name__}")
         body = bytearray(count)
         self._body(memoryview(body), checksum, ends)
         try:
             return msgspec.msgpack.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ConnectionAbortedError(f"this is no {kind.__name__}: {error}") from None
+            raise ConnectionAbortedError(f"this is not a {kind.__name__}: {error}") from None
 
     def send_vectors(self, vectors: Sequence[Vector], is_whole: Callable[[], bool]) -> None:
         """Send the vectors as long as they are unchanged, then whether they were unchanged to the end."""
@@ -216,7 +216,7 @@ class RemotePublication:
             yield
         except OSError as error:
             self._stream.close()
-            raise UnreachableError(f"the core cannot be reached any more: {error}") from error
+            raise UnreachableError(f"the core cannot be reached: {error}") from error
 
 
 # --- the relay -------------------------------------------------------------------------------------------------------

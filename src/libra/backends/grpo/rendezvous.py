@@ -152,7 +152,7 @@ class RendezvousServer:
 
 
 class RendezvousStore(Store):
-    """One replica's view of the store: its keys begin with `prefix`. Raises `OSError` where it cannot be reached.
+    """One replica's view of the store: its keys begin with `prefix`. Raises `OSError` if it cannot be reached.
 
     gloo sets a key once in a membership, so this replica requests no value that it has set or seen.
     """

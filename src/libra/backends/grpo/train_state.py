@@ -265,7 +265,7 @@ class Follower:
         if self._changing_since is None:
             self._changing_since = now
         if now - self._changing_since >= SILENT_SECONDS + 4 * self._state.size / OFF_GPU:
-            raise SilentError("the core replica does not finish a change of its state")
+            raise SilentError("the core replica did not finish a change of its state")
         return False
 
     def _take_snapshot(self) -> None:

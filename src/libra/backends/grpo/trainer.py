@@ -192,7 +192,7 @@ class TrainerProcess:
         """Write the model, with its optimiser if wanted; see `save_files`. Raises `ValueError` if it has diverged."""
         why = self.diverged()
         if self._inside.largest(bool(why)):  # all processes of the replica write, or none does
-            raise ValueError(f"the model has diverged: {why or 'so another process of the replica says'}")
+            raise ValueError(f"the model has diverged: {why or 'another process of the replica reported it'}")
         tensors = {MODEL: self.part.parameters}
         if optimiser:
             tensors[OPTIMISER] = self.state.optimiser_tensors()

@@ -67,7 +67,7 @@ class Handle:
                 raise TimeoutError(f"worker {self.name}: {why}")
             answer = asked.result()
         if answer is None:
-            raise WorkerLostError(f"worker {self.name} was lost during {type(message).__name__}")
+            raise WorkerLostError(f"worker {self.name} was lost while it handled {type(message).__name__}")
         if isinstance(answer, Failure):
             raise WorkerFailedError(f"worker {self.name}: {answer.error}")
         if not isinstance(answer, reply):

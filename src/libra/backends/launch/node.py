@@ -57,8 +57,8 @@ class ClusterNode:
         for path, text in marks.items():
             if not Path(path).is_file() or Path(path).read_text() != text:
                 raise LaunchError(
-                    f"node {self._host} does not see {Path(path).parent} as the controller does: keep it on a file"
-                    " system that all nodes share, under the same path"
+                    f"node {self._host} cannot see the controller's {Path(path).parent}: keep it on a file system that"
+                    " all nodes share, under the same path"
                 )
         self._fork_server = ForkServer(self._logs, self._name, kind="cuda" if self._devices else "cpu")
         seconds = await self._fork_server.ready()

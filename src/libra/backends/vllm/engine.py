@@ -178,7 +178,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give up the memory of weights and KV. No turn may be under way."""
         if self._turns or self.busy:
-            raise RuntimeError("turns are under way, which would be lost")
+            raise RuntimeError("turns are in flight, which would be lost")
         self._engine.sleep(level=2)
 
     def wake(self) -> None:

@@ -106,7 +106,7 @@ class _EngineWorker:
                 engine.wake()
                 channel.send(Acknowledged())
             case MeasureEngine() | MeasureHandover() if self._lent is not None:
-                raise ValueError("an engine on a device that is lent is not measured: serving would wait for it")
+                raise ValueError("an engine on a lent device is not measured: serving would wait for it")
             case MeasureEngine():
                 channel.send(measure(engine, message, self._pacer))
             case MeasureHandover():

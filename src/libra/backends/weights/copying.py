@@ -22,8 +22,8 @@ _LENGTH = struct.Struct("<I")
 
 
 def difference(base: Vector, new: Vector) -> Vector:
-    """Difference from the bytes of one version to those of another: for each chunk a length, then the delta, or all its
-    bytes where they are fewer. Bytes are treated as numbers of 16 bits: exact, and little worse for fp32."""
+    """Delta between the bytes of two versions: for each chunk a length, then its delta, or all its bytes if those are
+    fewer. Bytes are treated as 16-bit numbers, which is exact, and hardly larger for fp32."""
     grid, parts = Grid(len(base), "bfloat16"), list[bytes]()
     for number in range(len(grid)):
         fresh = grid.numbers(new, number)
@@ -47,13 +47,13 @@ def add_difference(difference: Vector, base: Vector, into: Vector) -> None:
             else:
                 delta.apply(packed, grid.numbers(base, number), target)
     except (struct.error, ValueError, delta.DeltaError) as error:
-        raise WeightUpdateError(f"a difference of weights does not fit them: {error}") from None
+        raise WeightUpdateError(f"a weight delta does not fit the weights: {error}") from None
     if len(rest):
-        raise WeightUpdateError(f"a difference of weights has {len(rest)} bytes too many")
+        raise WeightUpdateError(f"a weight delta has {len(rest)} bytes too many")
 
 
 class CopyChoice:
-    """Choice of the way of the next copy, by the times of both ways."""
+    """Chooses between the two ways of copying, by their measured times."""
 
     def __init__(self) -> None:
         self._seconds: dict[Way, float] = {}

@@ -58,7 +58,7 @@ def apply(delta: bytes | memoryview, base: Numbers, into: Numbers) -> None:
 def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.signedinteger]]:
     """Places in rising order, and the distance that each number moves."""
     if data.nbytes < _HEAD.size:
-        raise DeltaError(f"{data.nbytes} bytes are no delta")
+        raise DeltaError(f"{data.nbytes} bytes are not a delta")
     count, length = _HEAD.unpack_from(data)
     if not 0 < count <= len(base) or not count <= length <= count + len(base) // _ESCAPE:
         raise DeltaError(f"a delta of {count} numbers with {length} bytes of gaps, for {len(base)} numbers")

@@ -36,7 +36,7 @@ class Grid(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, layout: Sequence[Tensor], size: int) -> Grid:
-        """The grid of weights in the layout of `make_layout`. Raises `ValueError` where they are of several types."""
+        """The grid of weights in the layout of `make_layout`. Raises `ValueError` if they are of several types."""
         kinds = sorted({tensor.dtype for tensor in layout})
         if len(kinds) != 1:
             raise ValueError(f"weights of {' and '.join(kinds) or 'no type'}: deltas are of one type")

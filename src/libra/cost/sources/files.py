@@ -34,7 +34,7 @@ def load_grid(path: Path) -> EngineProfile:
     remedy = "make the profile again"
     content = _read(path, remedy)
     if not isinstance(content, dict) or set(content) != {"digest", "profile"}:
-        raise ConfigError(f"{path}: a profile file has digest and profile, nothing else; {remedy}")
+        raise ConfigError(f"{path}: a profile file has the keys digest and profile, and no others; {remedy}")
     profile = _checked(path, EngineProfile, content["profile"], remedy)
     if profile.digest != content["digest"]:
         raise ConfigError(f"{path}: digest is {content['digest']}, the values have {profile.digest}; {remedy}")
@@ -104,7 +104,7 @@ def _checked(path: Path, kind: type[T], content: Any, remedy: str) -> T:
         raise ConfigError(f"{path}: {field}: {first['msg']}; {remedy}") from None
     unknown = _unknown(content, json.loads(adapter.dump_json(value)))
     if unknown:
-        raise ConfigError(f"{path}: {unknown}: not a field of it; {remedy}")
+        raise ConfigError(f"{path}: {unknown}: unknown field; {remedy}")
     return value
 
 

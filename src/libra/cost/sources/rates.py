@@ -34,7 +34,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.median) and self.median > 0):
-            raise ValueError(f"Measured.median is {self.median}; a measurement is positive: calibrate again")
+            raise ValueError(f"Measured.median is {self.median}; give a positive measurement: calibrate again")
         if not (math.isfinite(self.spread) and self.spread >= 0):
             raise ValueError(f"Measured.spread is {self.spread}; it is 0 or more: calibrate again")
 
@@ -143,7 +143,7 @@ def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fuse
     lowest share of peak that others have. Those of eager execution are shares of the data sheet, measured on an H100.
 
     fp16 is as fast as bf16; fp32 runs on the tensor cores as TF32, at half the FLOP/s on every data sheet since A100's.
-    fp8 is of the products of layers; attention and the head stay in bf16. Raises ValueError where a GPU has no FP8.
+    fp8 is of the products of layers; attention and the head stay in bf16. Raises ValueError if a GPU has no FP8.
     """
     flops = gpu.flops / 2 if dtype == "fp32" else gpu.flops
     fused = _fp8_rates(gpu) if dtype == "fp8" else _fused_rates(gpu, flops)
@@ -158,7 +158,7 @@ def _fused_rates(gpu: GPU, flops: float) -> TrainingRates:
         attention=attention * flops,
         experts=_EXPERTS * ceiling * flops,
         bandwidth=_MEMORY * gpu.bandwidth,
-        source=f"{gpu.name}: {training.origin}, {ceiling:.0%} of {flops:.3g} FLOP/s",
+        source=f"{gpu.name}: {training.origin}, {100 * ceiling:.0f} % of {flops:.3g} FLOP/s",
     )
 
 
@@ -181,7 +181,7 @@ def _fp8_rates(gpu: GPU) -> TrainingRates:
         experts=_EXPERTS * linear,
         head=wide.linear,
         casts=_CAST,
-        source=f"{gpu.name}: {record.training.origin}, {record.training.fp8:.0%} of {flops:.3g} FLOP/s in FP8",
+        source=f"{gpu.name}: {record.training.origin}, {100 * record.training.fp8:.0f} % of {flops:.3g} FLOP/s in FP8",
     )
 
 
@@ -193,7 +193,7 @@ def _eager_rates(gpu: GPU, flops: float, fused: TrainingRates) -> TrainingRates:
         attention=record_of(gpu).training.attention * flops,
         experts=_EAGER_EXPERTS * _EAGER * flops,
         bandwidth=_EAGER_MEMORY * gpu.bandwidth,
-        source=f"{gpu.name}: eager PyTorch, {origin}, {_EAGER:.0%} of {flops:.3g} FLOP/s in products",
+        source=f"{gpu.name}: eager PyTorch, {origin}, {100 * _EAGER:.0f} % of {flops:.3g} FLOP/s in products",
         passes=_PASSES,
         fused=fused,
     )

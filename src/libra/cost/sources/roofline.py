@@ -88,7 +88,7 @@ def roofline(
 
     Quantised matrices are multiplied at the rate of their type where the GPU has tensor cores for it, else at that of
     bf16; attention always is. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the
-    GPU's own link; `between` joins nodes where a degree is more than one. Raises ValueError where a degree does not
+    GPU's own link; `between` joins nodes where a degree is more than one. Raises ValueError if a degree does not
     divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
@@ -141,7 +141,7 @@ def stage_roofline(
 
 
 def require_degree(model: ModelSpec, tp: int) -> None:
-    """Raise ValueError where engines cannot divide the model over `tp` GPUs."""
+    """Raise ValueError if engines cannot divide the model over `tp` GPUs."""
     refusal = model.tp_refusal(tp)
     if refusal is not None:
         raise ValueError(f"{model.name}: {refusal}")

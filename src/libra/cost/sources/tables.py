@@ -34,9 +34,9 @@ from libra.hardware.stored_weights import BF16
 
 
 class NoTablesError(ValueError):
-    """The tables are not installed, or do not have what was asked for; a roofline always does.
+    """The tables are not installed, or lack the requested times; a roofline lacks none.
 
-    The text is the reason alone: it is an error only where the tables were asked for by name (`asked`).
+    The text is only the reason: it is an error only if the tables were requested by name (`asked`).
     """
 
     @property
@@ -56,7 +56,7 @@ def tables(
     """The profile of a model at the given degrees, from tables.
 
     `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the GPU's own link. Where it
-    differs from that of the measured GPU, all-reduces are corrected as for A800. Raises `NoTablesError` where
+    differs from that of the measured GPU, all-reduces are corrected as for A800. Raises `NoTablesError` if
     the package or its data is missing, ValueError where a degree does not divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
@@ -147,7 +147,7 @@ def _seconds(operators: Iterable[tuple[str, float, float, str]], names: Iterable
 
 
 def table_system(gpu: GPU) -> TableSystem:
-    """The tables of this GPU. Raises `NoTablesError` where there are none."""
+    """The tables of this GPU. Raises `NoTablesError` if there are none."""
     system = record_of(gpu).tables
     if system is None:
         known = ", ".join(name for name, record in RECORDS.items() if record.tables is not None)
@@ -166,7 +166,7 @@ def _source(gpu: GPU, link: float) -> str:
 
 @contextmanager
 def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **parallel: int) -> Iterator[Any]:
-    """The tables of one engine. Raises `NoTablesError` where there are none, also when the engine is queried."""
+    """The tables of one engine. Raises `NoTablesError` if there are none, also when the engine is queried."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
         from aiconfigurator_core.sdk.errors import MissingSystemFlopsError, PerfDataNotAvailableError

@@ -135,7 +135,7 @@ class Fields:
             yield from part.unread()
 
     def assumed(self) -> Iterator[tuple[str, Any]]:
-        """Paths and values of fields that give a shape and that the family's class filled in."""
+        """Paths and values of shape fields that the checkpoint leaves out and the family's class fills in."""
         for name, value in self._assumed.items():
             if _SHAPE.search(name):
                 yield f"{self.path}{name}", value

@@ -145,7 +145,7 @@ class LendingAgent:
         self._before = now, tally, notice.view.came
         if tally.unrecorded and not self._unrecorded:
             self._unrecorded = True
-            self._told("the record has no room any more: lending continues without a record")
+            self._told("the disk of the record is full: lending continues without a record")
         seconds, grants = now - then, tally.grants - before.grants
         why = self.why or ((tally.why or "no step has ended") if self._engine.turns and not grants else None)
         return LendingPeriod(
@@ -168,7 +168,9 @@ class LendingAgent:
     async def _give_word(self) -> None:
         while True:
             if self._token.replaced:
-                raise LoanEndedError(f"{self._lender.device} is another file by now; start `libra lend serve` again")
+                raise LoanEndedError(
+                    f"{self._lender.device} was replaced by another file; start `libra lend serve` again"
+                )
             self._word()
             await asyncio.sleep(self._lender.lease / _WORDS)
 
@@ -222,7 +224,7 @@ async def _listening(engine: AgentEngine, listen: Path) -> AsyncIterator[None]:
     try:
         controllers = await asyncio.start_unix_server(engine.serve, sock=bind_own(listen))
     except OSError as error:
-        raise LendingError(f"listen: {listen}: {error.strerror}; name a socket that can be made") from None
+        raise LendingError(f"listen: {listen}: {error.strerror}; name a socket that can be created") from None
     ours = listen.lstat()
     try:
         async with controllers:

@@ -233,7 +233,7 @@ class AgentEngine:
             return Failure(other)
         if self._controller is not None:
             return NotNow("another controller has this engine; only one can at a time")
-        return None if self.ready else NotNow("the engine is not ready yet; come back")
+        return None if self.ready else NotNow("the engine is not ready yet; try again")
 
     def _other(self, wanted: Borrow) -> str | None:
         """Reason why the engine does not fit this run; None: it fits."""
@@ -296,7 +296,7 @@ class AgentEngine:
             case Generate() | Interrupt():
                 return False  # to an engine that is gone
             case _:
-                channel.send(Failure(f"an engine on a device that is lent takes no {type(message).__name__}"))
+                channel.send(Failure(f"an engine on a lent device accepts no {type(message).__name__}"))
                 return False
         return True
 

@@ -13,7 +13,7 @@ from libra.lend.backend.kv_pages import kv_pages
 
 
 class BlockQuota:
-    """Quota of one vLLM engine; at first all blocks are its own. Raises LendingError where its memory cannot be lent.
+    """Quota of one vLLM engine; at first all blocks are its own. Raises LendingError if its memory cannot be lent.
 
     quota = BlockQuota(scheduler)               # `engine.engine_core.engine_core.scheduler`, of an LLMEngine
     for name in quota.in_the_way(1000):         # last admitted first

@@ -85,7 +85,7 @@ class BorrowerToken:
         self._page.fields.expires = expires
 
     def release(self) -> None:
-        """Release the device. Raises FencedError where serving went ahead meanwhile."""
+        """Release the device. Raises FencedError if serving went ahead meanwhile."""
         self._page.unlock()
         if self._page.fields.epoch != self._epoch:
             raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")

@@ -155,7 +155,7 @@ class DevicePage:
             elif not ours:
                 raise LendingError(f"{path}: not a device's page of this version of libra; remove the file")
             elif boot != started:
-                raise LendingError(f"{path}: no server has run here since this machine was started; start the server")
+                raise LendingError(f"{path}: no server has run since this machine was started; start it")
         except OSError as error:
             os.close(self.descriptor)
             raise LendingError(f"{path}: {error.strerror}; give a file on a disk with {_SIZE} bytes free") from None
@@ -218,7 +218,7 @@ class DevicePage:
             if crc32(said) == checksum:
                 break
             if time.monotonic() > until:
-                raise LendingError(f"{self.path}: the serving engine ended as it wrote; start it again")
+                raise LendingError(f"{self.path}: the serving engine ended while it wrote; start it again")
             time.sleep(POLL)
         *views, wants, pace, at, pid = _NOTICE.unpack(said)
         view, kv = ServingView(*views[:_VIEW_FIELDS]), KVView(*views[_VIEW_FIELDS:])
@@ -247,14 +247,16 @@ class DevicePage:
         size, checksum = _FACTS.unpack_from(self.bytes, _FACTS_AT)
         text = self.bytes[_FACTS_AT + _FACTS.size : _FACTS_AT + _FACTS.size + size]
         if not text or crc32(text) != checksum:
-            raise LendingError(f"{self.path}: it does not name the serving engine; start the serving engine again")
+            raise LendingError(f"{self.path}: the serving engine is not described; start it again")
         return EngineFacts(**json.loads(text))
 
     @facts.setter
     def facts(self, facts: EngineFacts) -> None:
         text = json.dumps(facts._asdict()).encode()
         if _FACTS_AT + _FACTS.size + len(text) > _SIZE:
-            raise LendingError(f"{self.path}: a model name of {len(facts.model)} characters; serve it under a shorter")
+            raise LendingError(
+                f"{self.path}: a model name of {len(facts.model)} characters; serve it under a shorter name"
+            )
         self.bytes[_FACTS_AT : _FACTS_AT + _FACTS.size + len(text)] = _FACTS.pack(len(text), crc32(text)) + text
 
     # and the borrower's tally

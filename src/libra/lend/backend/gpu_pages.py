@@ -107,13 +107,12 @@ class CuMemPages:
 
         if not getattr(model_config, "enable_cumem_allocator", False):
             raise LendingError(
-                "KV memory of a GPU changes hands only where vLLM's cumem allocator has it; start the engine with"
+                "KV memory of a GPU can be lent only with vLLM's cumem allocator; start the engine with"
                 " --enable-cumem-allocator"
             )
         if model_config.enable_sleep_mode:
             raise LendingError(
-                "an engine that can be put to sleep would unmap KV memory that is lent; start it without"
-                " --enable-sleep-mode"
+                "an engine that can sleep would unmap lent KV memory; start it without --enable-sleep-mode"
             )
         self._cumem = cumem
         found = cumem.CuMemAllocator.get_instance().pointer_to_data.values()

@@ -34,7 +34,7 @@ class KVLayout:
         layers = scheduler.vllm_config.compilation_config.static_forward_context
         names = [name for group in scheduler.kv_cache_config.kv_cache_groups for name in group.layer_names]
         if not names:
-            raise LendingError("this model keeps no KV; there is none that could change hands")
+            raise LendingError("this model has no KV that could be lent")
         caches = {name: _cache(name, layers.get(name)) for name in names}
         rows = sorted({_row(name, cache, blocks) for name, cache in caches.items()})
         return cls(blocks, np.array(rows, dtype=np.int64).reshape(-1, 3), caches[names[0]].untyped_storage())

@@ -185,7 +185,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
     listen = device.with_name(f"{device.name}.agent") if file.listen is None else beside / file.listen
     if (size := len(os.fsencode(listen))) > _LONGEST_SOCKET:
         raise ValueError(
-            f"listen: {listen} has {size} bytes, and the path of a socket {_LONGEST_SOCKET} at most; name a shorter one"
+            f"listen: {listen} has {size} bytes, the path of a socket {_LONGEST_SOCKET} at most; name a shorter one"
         )
     if not listen.absolute().parent.is_dir():
         raise ValueError(f"listen: there is no directory {listen.parent}; make it, or name another socket")
@@ -204,7 +204,7 @@ def _pace(serving: ServingSection, certificate: Certificate) -> float:
         raise ValueError(f"serving: {other}; have one made for it (libra lend check)")
     use = certificate.use if serving.use is None else serving.use
     if use > certificate.use:
-        raise ValueError(f"serving.use is {use:g}; the certificate is of {certificate.use:g}: lower it")
+        raise ValueError(f"serving.use is {use:g}; the certificate is for {certificate.use:g}: lower it")
     # The pace is that of the certified SLO, also for a server whose own SLO is laxer.
     pace = certificate.slo.pace(use)
     if certificate.longest_step > pace:

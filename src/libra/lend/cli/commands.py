@@ -13,6 +13,7 @@ import typer
 from libra.cli.errors import bad_input, require
 from libra.cli.options import TraceFile
 from libra.cli.output import check_writable, tell_notes, write_text, writing
+from libra.report.words import percent
 
 if TYPE_CHECKING:
     from libra.lend.backend.agent import LendingPeriod
@@ -157,7 +158,7 @@ def report(
     """
     from libra.lend.records.loan_history import recorded_loan
     from libra.lend.records.loan_trace import write_loan_trace
-    from libra.report.words import duration, percent, plural
+    from libra.report.words import duration, plural
 
     if html is not None:
         require("report")
@@ -165,7 +166,7 @@ def report(
         check_writable(html, timeline, reads=(record,))
         loan = recorded_loan(record)
         if loan is None or not loan.seconds:
-            raise ValueError(f"{record}: nothing was asked for, so there is nothing to show")
+            raise ValueError(f"{record}: the gate was never asked, so there is nothing to show")
         had = percent(sum(it.end - it.start for it in loan.grants) / loan.seconds)
         given = f"{plural(len(loan.grants), 'grant')}, {plural(len(loan.recalls), 'recall')}"
         words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."
@@ -212,7 +213,8 @@ async def _serve(lender: LoanOrder, logs: Path, period: float, as_json: bool) ->
 
 def _line(it: LendingPeriod) -> str:
     step = "not known yet" if it.longest_step is None else f"{1e3 * it.longest_step:.0f} of {1e3 * it.pace:.0f} ms"
-    lent = f"nothing lent ({it.why})" if it.why else f"lent {it.lent:.0%}, {it.grants} steps, {it.tokens:,} tokens"
+    lent = f"lent {percent(it.lent, 0)}, {it.grants} steps, {it.tokens:,} tokens"
+    lent = f"nothing lent ({it.why})" if it.why else lent
     late = f", {it.over_bound} over their bound, {it.overstayed} overstayed" if it.over_bound else ""
     return f"{lent}{late}; {it.turns} turns; serving {it.live} live, {it.requests} came, longest step {step}"
 
@@ -260,7 +262,7 @@ class _Told:
         self._stderr = to_stderr or not sys.stdout.isatty()
 
     def __call__(self, trial: LoadTrial) -> None:
-        told = f"load {trial.load:.1f} ({trial.rate:.2f} requests/s), use {trial.use:g}: lent {trial.lent:.1%}"
+        told = f"load {trial.load:.1f} ({trial.rate:.2f} requests/s), use {trial.use:g}: lent {percent(trial.lent)}"
         typer.echo(f"{told}{'' if trial.refused is None else f'; refused: {trial.refused}'}", err=self._stderr)
 
 
@@ -275,7 +277,7 @@ def _show(found: tuple[Certificate, ...], chosen: Certificate) -> None:
         table.add_row(
             f"{it.use:g}",
             f"{it.covered:.2f}",
-            f"{it.share_at(it.covered):.1%}",
+            percent(it.share_at(it.covered)),
             f"{1e3 * it.longest_step:.0f} ms of {1e3 * it.slo.pace(it.use):.0f}",
             f"{it.envelope.live:,}",
             f"{it.envelope.queued:,}",
@@ -283,7 +285,7 @@ def _show(found: tuple[Certificate, ...], chosen: Certificate) -> None:
         )
     console = Console()
     console.print(
-        f"{chosen.model} on {chosen.hardware} can lend {chosen.share_at(chosen.covered):.1%} of its time up to"
+        f"{chosen.model} on {chosen.hardware} can lend {percent(chosen.share_at(chosen.covered))} of its time up to"
         f" {chosen.covered:.2f} requests/s, and no request misses its SLO that meets it alone.",
         highlight=False,
         soft_wrap=True,

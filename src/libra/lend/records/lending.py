@@ -189,12 +189,14 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
             first = error.errors()[0]
             wrong = "" if first["type"].startswith("union_tag") else f" ({line_problem(first)})"
             raise RecordFormatError(
-                f"{path}:{number}: no line of a record of a loan{wrong}; give the `record` of a loan as it was written"
+                f"{path}:{number}: not a line of the record of a loan{wrong}; give a `record` as it was written"
             ) from None
         except ValueError as error:
             raise RecordFormatError(f"{path}:{number}: {error}") from None
         if number == 1 and not isinstance(said, LendingTerms):
-            raise RecordFormatError(f"{path}:1: a record of a loan begins with its terms; give one as it was written")
+            raise RecordFormatError(
+                f"{path}:1: the record of a loan begins with its terms; give a `record` as it was written"
+            )
         yield said
 
 

@@ -174,7 +174,9 @@ def certify(
                 trying.remove(use)
     found = tuple(_certificate(case, attempts) for attempts in held.values() if attempts)
     if not found:
-        raise NothingToLendError(f"{case.traffic}: nothing to lend at {min(loads):g} times its rate: {first_refusal}")
+        raise NothingToLendError(
+            f"{case.traffic}: nothing can be lent at {min(loads):g} times its rate: {first_refusal}"
+        )
     return found
 
 

@@ -43,7 +43,7 @@ class LoanWatch:
             self._load.append((seconds(now), self._envelope.used(load)))
 
     def used(self, start: int, end: int) -> None:
-        """Note that rollout had the device, by the grants since the latest step of rollout or serving."""
+        """Record rollout's use of the device, under the grants since the latest step of rollout or serving."""
         granted, self._granted = self._granted / TICKS, 0.0
         self._grants.append(GrantSpan(seconds(start), seconds(end), granted))
 

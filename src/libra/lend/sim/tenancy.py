@@ -97,7 +97,7 @@ def tenancy_of(
         assert isinstance(engine, LentEngine)
         pool, certificate = engine.lender.pool, engine.certificate
         if pool not in serving:
-            raise ValueError(f"the plan borrows from {pool}: say what serves there")
+            raise ValueError(f"the plan borrows from {pool}: give the engine and traffic that serve there")
         here = serving[pool]
         other = certificate.mismatch(here.model, here.hardware, certificate.slo, here.parameters)
         if other is not None:

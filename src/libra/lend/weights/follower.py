@@ -59,7 +59,7 @@ async def follow(order: FollowWeights) -> None:
     async def listen() -> None:
         while answer := await owner.readline():
             loaded.put_nowait(answer)
-        raise EOFError("its owner is gone")
+        raise EOFError("its owner has ended")
 
     async def load(weights: LoadWeights) -> None:
         _say(weights)

@@ -22,7 +22,7 @@ class Mirror:
 
     def __init__(self, grid: Grid, halves: tuple[Vector, Vector], wanted: Mask) -> None:
         if not wanted.any():
-            raise ValueError("wanted: a node that wants no chunk needs no weights")
+            raise ValueError("wanted is empty: name the chunks that the node needs")
         self.grid, self.wanted = grid, wanted
         self._halves = halves
         self._sums: tuple[Sums, Sums] = (np.zeros(len(grid), np.uint32), np.zeros(len(grid), np.uint32))

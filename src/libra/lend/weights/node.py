@@ -58,7 +58,7 @@ class LinkPatience:
 
     def __post_init__(self) -> None:
         if not 0 < self.beat < self.silence or self.attempts < 1 or self.pause < 0:
-            raise ValueError(f"{self}: beat must be less than silence, and one attempt is the least")
+            raise ValueError(f"{self}: beat must be less than silence, and attempts 1 or more")
 
 
 _TURNS = 8  # of the event loop until the first frame of an accepted connection is read, at most

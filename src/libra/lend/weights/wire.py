@@ -108,7 +108,7 @@ async def receive(reader: asyncio.StreamReader, silence: float, most: int = WEIG
     try:
         return _decoder.decode(body), head + body
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"a frame is no message: {error}") from None
+        raise DamagedError(f"a frame is not a message: {error}") from None
 
 
 def _head(count: int, checksum: int) -> bytes:

@@ -87,7 +87,7 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
         if idle and problem.colocated:
             why = _in_turns(pool.devices, training, generating, allocation.layout, why)
         if pool.serves and not generating and any(pool.name in option.uses for option in problem.engines):
-            why = f"a loan would save less than {LEAST_GAIN:.0%} of a step on average"
+            why = f"a loan would save less than {100 * LEAST_GAIN:.0f} % of a step on average"
         views.append(PoolView(pool.name, pool.devices, training, generating, idle, why, pool.serves))
     return tuple(views)
 

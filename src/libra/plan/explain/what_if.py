@@ -177,7 +177,7 @@ def _smaller(request: ClusterRequest, counts: dict[str, int], step: float) -> Sm
     )
     try:
         if not profiles:
-            raise InfeasiblePlanError("there is no node")
+            raise InfeasiblePlanError("no node is left")
         cluster = override(request.cluster, counts)
         problem = replace(request, cluster=cluster, profiles=profiles, current=None, held=()).menu().problem
         after = solve(problem, tie_break=False).predicted.step

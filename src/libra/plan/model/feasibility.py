@@ -19,7 +19,7 @@ from itertools import product
 from libra.plan.problem import EngineOption, Family, InfeasiblePlanError, Problem, TrainingOption
 
 _REMEDIES: Mapping[Family, str] = {  # for a constraint that conflicts by itself
-    "one_training": "add devices, or give what training keeps less memory",
+    "one_training": "add devices, or lower the memory that training needs",
     "every_class_once": "add devices with more memory",
     "longest_context": "lower the longest context, or add devices or shapes with more memory",
 }

@@ -206,5 +206,5 @@ class _Search:
         self._left -= solver.response_proto.deterministic_time
         self.complete = self.complete and status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         if status == cp_model.MODEL_INVALID:
-            raise RuntimeError(f"the solver refuses the model; report it with the request. {model.cp.validate()}")
+            raise RuntimeError(f"the solver rejects the model; report it with the request. {model.cp.validate()}")
         return model.allocation(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None

@@ -83,7 +83,7 @@ def _replicas(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[int, int, in
 def _pp_refusal(model: ModelSpec, pp: int) -> str | None:
     deep = -(-model.layers // pp)
     if deep * (pp - 1) >= model.layers:
-        return f"pp is {pp}; stages of {deep} of the {model.layers} layers leave none for the last one"
+        return f"pp is {pp}; stages of {deep} of the {model.layers} layers leave none for the last stage"
     return None
 
 

@@ -318,6 +318,6 @@ def _slower(space: _LayoutSpace) -> dict[int, str]:
     for row in order[first].tolist():
         at = int(owner[row])
         if at not in chosen:
-            by = f"slower, by {ratio[row] - 1:.1%} at least, than" if ratio[row] > 1 else "no faster than"
+            by = f"slower, by {100 * (ratio[row] - 1):.1f} % at least, than" if ratio[row] > 1 else "no faster than"
             reasons[at] = f"{by} {names[at_count[row]]}, on {used[row]:.0f} devices"
     return reasons

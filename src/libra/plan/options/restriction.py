@@ -28,8 +28,8 @@ def permitted(framework: Framework, layouts: LayoutTable, batch: int, layers: in
 
 
 def foreseen(framework: Framework, layouts: LayoutTable, layers: int) -> Mask:
-    """[layout] whether a family of the framework has it for this number of layers. No export writes the keys that
-    frameworks have for interleaved pipelines and for stages that differ."""
+    """[layout] whether a family of the framework has it for this number of layers. Interleaved pipelines and unequal
+    stages are excluded: no export writes the frameworks' keys for them."""
     if not framework.families:
         return np.ones(len(layouts), dtype=bool)
     found: Mask = np.any([_has(family, layouts) for family in framework.families], axis=0)

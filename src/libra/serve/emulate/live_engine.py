@@ -36,11 +36,11 @@ class WallClock:
         return seconds(span) / self._speed
 
     def soon(self, call: Callable[[], None]) -> asyncio.Handle:
-        """Call after everything that is already due."""
+        """Schedule a call after all calls that are already due."""
         return self._loop.call_soon(call)
 
     def at(self, tick: int, call: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call once this tick has passed."""
+        """Schedule a call for the end of this tick."""
         return self._loop.call_at(self._origin + seconds(tick) / self._speed + _ROUNDING, call)
 
 

@@ -90,7 +90,7 @@ def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
 
 def _completion(body: _Completion, longest: int) -> GenerationRequest:
     if body.echo:
-        raise ValueError("echo is true; an answer is what is generated: leave it out")
+        raise ValueError("echo is true; answers have generated text only: leave it out")
     return GenerationRequest(
         False, body, prompt_within(body.prompt, longest), body.max_tokens, body.logprobs is not None
     )

@@ -58,7 +58,7 @@ class UpstreamSection(Section):
         """Normalised to `http://host:port/.../v1`."""
         wanted = "give an address such as http://127.0.0.1:8000/v1"
         if "@" in url:  # a password may precede it
-            raise ValueError(f"holds an @ that ends no user:password; percent-encode them, and {wanted}")
+            raise ValueError(f"has an @ in user or password; percent-encode it, and {wanted}")
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
@@ -69,10 +69,10 @@ class UpstreamSection(Section):
         if not host:
             raise ValueError(f"names no host (got {url!r}); {wanted}")
         if parts.query or parts.fragment:
-            raise ValueError(f"is more than an address: leave out what follows {parts.path or host}; {wanted}")
+            raise ValueError(f"is more than an address: leave out all after {parts.path or host}; {wanted}")
         path = parts.path.rstrip("/") or "/v1"
         if not path.endswith("/v1"):
-            raise ValueError(f"ends with {path}; give the address up to and with /v1")
+            raise ValueError(f"ends with {path}; give the address up to and including /v1")
         return f"{parts.scheme}://{parts.netloc}{path}"
 
     @field_validator("api_key", "basic_auth")

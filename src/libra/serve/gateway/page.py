@@ -154,6 +154,7 @@ class RouterPage:
             gauges.running,
             gauges.waiting,
             gauges.kv_share,
+            engine.token_seconds,
         )
 
     def _session(self, live: LiveTrajectory) -> SessionView:

@@ -30,4 +30,4 @@ async def answering_policy_failure(request: web.Request, handler: Handler) -> we
         return await handler(request)
     except PolicyError as error:
         _LOG.error("%s", error)
-        raise RefusedRequest("the routing policy failed: the log of the router says how", 500) from None
+        raise RefusedRequest("the routing policy failed: see the log of the router", 500) from None

@@ -129,7 +129,7 @@ async def _stream(
         latest = rest
         reader.event(rest)
     if not reader.ended(latest):
-        raise ValueError("the stream ended before its end")
+        raise ValueError("the stream ended early")
     attempt.engine.turns += reader.usage is not None
     if rest:
         await _write(response, request, rest)

@@ -1,4 +1,4 @@
-"""Names of tools in the messages of a chat: the call that a message of the role `tool` answers."""
+"""Names of tools in the messages of a chat: a message of the role `tool` answers an earlier call that has the name."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ decoding it, and bodies are forwarded unchanged except for added fields. Lengths
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 
 import msgspec
 
@@ -37,9 +38,9 @@ class TurnBody(msgspec.Struct, kw_only=True):
     libra: LibraField | None = None
 
     @property
+    @abstractmethod
     def history(self) -> msgspec.Raw:
         """The prompt, as JSON: text, token ids, or messages."""
-        raise NotImplementedError
 
     @property
     def preamble(self) -> msgspec.Raw:
@@ -47,9 +48,9 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return msgspec.Raw()
 
     @property
+    @abstractmethod
     def limits(self) -> tuple[msgspec.Raw, ...]:
         """Fields that limit the tokens to generate, in order of precedence."""
-        raise NotImplementedError
 
     @property
     def choices(self) -> msgspec.Raw:

@@ -182,9 +182,9 @@ class Turns:
             turn.reader(),
             stream=bool(turn.body.stream),
         )
-        if relayed.usage is not None and attempt.took is not None:
+        if relayed.usage is not None:
             _, generated = relayed.usage
-            engine.pace.observe(generated, attempt.took.seconds, attempt.took.load_tokens)
+            self.upstreams.answered(attempt, generated)
         return relayed
 
     def _judge(self, engine: Upstream, failure: TurnFailure) -> None:

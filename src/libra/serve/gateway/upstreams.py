@@ -17,7 +17,7 @@ from typing import Self
 from aiohttp import ClientResponse, web
 
 from libra.live.pace import Pace
-from libra.live.server import LiveServer
+from libra.live.server import LiveServer, ServerPaces
 from libra.live.work import HeldTurn, Took
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Fleet
@@ -156,8 +156,7 @@ class Upstreams:
     """All engines, and those of them that are in service."""
 
     def __init__(self, sections: Iterable[UpstreamSection], limits: tuple[int, ...] | None) -> None:
-        self._paces: dict[int, Pace] = {}  # by bucket
-        self._pace = Pace()  # of all engines
+        self._paces = ServerPaces()
         self.all = {section.name: self._upstream(section) for section in sections}
         self.instances: tuple[Upstream, ...] = ()
         self._limits = limits
@@ -185,7 +184,13 @@ class Upstreams:
         return engine
 
     def _upstream(self, section: UpstreamSection) -> Upstream:
-        return Upstream(section, Pace(like=self._paces.setdefault(section.bucket, Pace(like=self._pace))))
+        return Upstream(section, self._paces.of(section.bucket))
+
+    def answered(self, attempt: Attempt, generated_tokens: int) -> None:
+        """Learn the engine's pace from a turn that it has answered."""
+        assert attempt.took is not None
+        if self._paces.observe(attempt.engine, generated_tokens, attempt.took, self.all.values()):
+            self.refresh()
 
     def leave(self, engine: Upstream) -> None:
         """Send the engine no more turns. Those in flight continue."""

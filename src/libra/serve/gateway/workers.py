@@ -116,11 +116,11 @@ class Workers:
         if section.name in self.upstreams.all:
             raise RefusedRequest(f"another engine has the name {section.name}", 409)
         if len(self.upstreams.all) >= ENGINES:
-            raise RefusedRequest(f"the gateway has {ENGINES} engines, which is the most: have some leave", 429)
+            raise RefusedRequest(f"the gateway has {ENGINES} engines, the maximum: remove some", 429)
         engine = self.upstreams.join(section)
         await self.health.check(engine)
         if self.upstreams.all.get(engine.id) is not engine:
-            raise RefusedRequest(f"engine {section.root} has left while it was checked", 409)
+            raise RefusedRequest(f"engine {section.root} left while it was checked", 409)
         if asked.bucket is None and engine.capacity_tokens:
             limits = self.upstreams.limits
             engine.bucket = min(bisect_left(limits, engine.capacity_tokens), len(limits) - 1)

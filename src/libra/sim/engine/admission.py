@@ -204,7 +204,7 @@ def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int)
         if tokens > known:
             raise ValueError(f"request {context.number} has {known} tokens; adopt at most {known}, not {tokens}")
         if context.status != "waiting":
-            raise ValueError(f"request {context.number} is {context.status}: adopt what its chain's next one needs")
+            raise ValueError(f"request {context.number} is {context.status}: adopt for the next request of its chain")
     pool = state.pool
     if not pool.caching:
         return 0

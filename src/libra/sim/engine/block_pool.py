@@ -194,7 +194,7 @@ class BlockPool:
                 reads.give(owner, run.low, run.high)
             runs = self._runs[owner]
             if runs[-1] is not run:
-                raise AssertionError(f"{owner}: block {run.low} is forgotten before those that follow it")
+                raise AssertionError(f"{owner}: block {run.low} is forgotten before its successors")
             runs.pop()
             if not runs:
                 del self._runs[owner]
@@ -381,7 +381,7 @@ class BlockPool:
             self.copies.forget(owner, block, copy)
             runs.insert(main + 1, copy)
         elif main + 1 < len(runs):
-            raise AssertionError(f"{owner}: block {block} is forgotten before those that follow it")
+            raise AssertionError(f"{owner}: block {block} is forgotten before its successors")
         elif not runs:
             del self._runs[owner]
 

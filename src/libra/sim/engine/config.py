@@ -164,7 +164,7 @@ class EngineConfig(Value):
             raise ValueError("speculative with pipeline_parallel_size is not simulated: leave one of them out")
         if self.async_scheduling and speculative.method == "ngram":
             raise ValueError(
-                "async_scheduling with speculative.method ngram: vLLM refuses it, for these drafts are looked up in"
+                "async_scheduling with speculative.method ngram: vLLM refuses it, as these drafts are looked up in"
                 " tokens that are not known yet; leave async_scheduling out, or take another method"
             )
         if self.step_budget < speculative.tokens_each:
@@ -229,7 +229,7 @@ class EngineConfig(Value):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of contexts of `max_model_len` that the KV cache holds."""
+        """Tokens that the KV cache holds, in contexts of `max_model_len`."""
         if not self.kv_groups:
             return self.kv_blocks * self.block_size
         return self.kv_blocks * self.max_model_len // self.longest_blocks

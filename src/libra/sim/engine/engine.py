@@ -123,9 +123,9 @@ class SimEngine(EngineState):
         Raises ValueError for a request that is not running or waiting here, is leaving, or has these tokens already.
         """
         if not self._has(request):
-            raise ValueError(f"request {request.number} neither runs nor waits on engine {self.index}: ask its own")
+            raise ValueError(f"request {request.number} does not run or wait on engine {self.index}: ask its own")
         if self.closing or request in self.leaving:
-            raise ValueError(f"request {request.number} leaves engine {self.index} with this iteration: do not ask")
+            raise ValueError(f"request {request.number} leaves engine {self.index} with this iteration: ask earlier")
         generated = self.generated_by(request, now)
         if tokens <= generated:
             raise ValueError(_too_late(request, tokens, generated))
@@ -234,7 +234,7 @@ class SimEngine(EngineState):
 
     @property
     def borrowed(self) -> bool:
-        """Whether it yields to the lender of its device: at once, but KV can still be fetched from it."""
+        """Whether the engine yields to the lender of its device. It stops at once; its KV can still be fetched."""
         return False
 
     # Next event

@@ -80,7 +80,7 @@ class GridCost:
             grid.prefill_seconds(config.max_num_batched_tokens, longest)
         except ValueError as error:
             raise ValueError(
-                f"the engine's times are not known up to max_num_seqs {config.max_num_seqs},"
+                f"engine times are not known up to max_num_seqs {config.max_num_seqs},"
                 f" max_num_batched_tokens {config.max_num_batched_tokens} and max_model_len {longest}: {error}"
             ) from None
         self._grid, terms = grid, grid.terms

@@ -53,11 +53,11 @@ class Speculative(Value):
         if rates and len(rates) != drafts:
             raise ValueError(f"synthetic_acceptance_rates has {len(rates)} entries; give {drafts}, one for each draft")
         if any(not 0 <= rate <= 1 for rate in rates):
-            raise ValueError(f"synthetic_acceptance_rates is {list(rates)}; each is a chance, from 0 to 1")
+            raise ValueError(f"synthetic_acceptance_rates is {list(rates)}; each is a probability, 0 to 1")
         if any(later > earlier for earlier, later in pairwise(rates)):
             raise ValueError(
-                f"synthetic_acceptance_rates is {list(rates)}, and rises: a draft is accepted only if those before it"
-                " are; let it fall"
+                f"synthetic_acceptance_rates is {list(rates)}, and rises: a draft is accepted only if all earlier"
+                " ones are; give rates that do not rise"
             )
         if any(not 0 <= count <= drafts for count in self.accepted):
             raise ValueError(f"accepted has an entry that is not from 0 to {drafts}, the num_speculative_tokens")

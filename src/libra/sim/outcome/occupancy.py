@@ -105,7 +105,9 @@ class OccupancyRecorder:
             nothing = np.zeros(0)
             return EngineSeries(np.zeros(1, np.int64), nothing, nothing, nothing, np.zeros(0, np.int64))
         if end < seen.tick:
-            raise ValueError(f"engine {engine} was seen at tick {seen.tick}: ask for its series as of then or later")
+            raise ValueError(
+                f"engine {engine} was observed at tick {seen.tick}: request its series at that tick or later"
+            )
         rows = [*seen.rows, seen.since(end)] if end > seen.tick else seen.rows
         edges = np.array([*(row[0] for row in rows), end], np.int64)
         spans = [later - sooner for sooner, later in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]

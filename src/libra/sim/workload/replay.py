@@ -110,7 +110,7 @@ class Replay:
     def finished(self, request: Request, now: int) -> Request | None:
         caller = request.owner
         if not isinstance(caller, Caller):
-            raise ValueError(f"request {request.number} is of no trajectory: give it to the workload that made it")
+            raise ValueError(f"request {request.number} belongs to no trajectory: give it to the workload that made it")
         if request.status != "finished":
             self.unfinished[caller.trajectory.id] = request.reason or "cancelled"
         elif not caller.last:

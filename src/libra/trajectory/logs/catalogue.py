@@ -47,6 +47,7 @@ FORMATS: Mapping[str, LogFormat] = MappingProxyType(
 )
 
 _OWN = frozenset({"id", "prompt_id", "prompt_tokens", "turns", "finished"})
+_REQUEST = frozenset({"arrival", "prompt_tokens", "output_tokens"})  # of a file of requests
 _SHOWN = 6  # fields of an unknown log that an error names
 
 
@@ -65,7 +66,12 @@ def format_of(entry: LogEntry) -> LogFormat | None:
 
 
 def require_own(entry: LogEntry) -> None:
-    """Raises `TrajectoryFormatError` for an entry that has no field of Libra's own logs."""
+    """Raises `TrajectoryFormatError` for an entry that has no field of Libra's own logs, or is a request of a user."""
+    if entry.fields.keys() >= _REQUEST and "turns" not in entry.fields:
+        raise TrajectoryFormatError(
+            f"{entry.where}: a request, not a trajectory: `libra search` and `libra simulate` take such a file as"
+            " --requests; give a log of trajectories here"
+        )
     if not _OWN & set(entry.fields):
         names = ", ".join(repr(name)[:40] for name in [*entry.fields][:_SHOWN]) or "no field"
         raise TrajectoryFormatError(
