@@ -189,7 +189,7 @@ def test_a_model_that_no_engine_holds_is_not_blamed_on_the_rate(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
+        (("--slo", "tpot_p99=0.05"), "add one for ttft or latency"),
         (("--slo", "ttft_p99=1", "--budget", 10), "a GPU an hour as cost_per_hour of the menu"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
         (
