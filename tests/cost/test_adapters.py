@@ -8,11 +8,19 @@ import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, QWEN_14B, RECIPE
 
 from libra.config.recipe import Recipe
-from libra.cost.adapters import adapter_parameters, reference_of, trained_parameters, training_bytes, version_bytes
+from libra.cost.adapters import (
+    adapter_parameters,
+    engine_bytes,
+    reference_of,
+    trained_parameters,
+    training_bytes,
+    version_bytes,
+)
 from libra.cost.train_memory import training_memory
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.hardware.parallel import ParallelLayout
+from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.options.layouts import priced_step
 from libra.plan.planner import Planner
 
@@ -37,6 +45,19 @@ def test_adapters_have_the_parameters_that_peft_counts(name: str, everywhere: in
     assert adapter_parameters(model, 16) == everywhere
     assert adapter_parameters(model, 16, attention_only=True) == attention
     assert adapter_parameters(model, 32) == 2 * everywhere
+
+
+def test_devices_of_an_engine_divide_one_side_of_an_adapter() -> None:
+    model = load_model("meta-llama/Llama-3.1-8B")
+    attention = (4096 + 4096 / 2) + 2 * (4096 + 1024 / 2) + (4096 + 4096 / 2)
+    each = 16 * (attention + 3 * (4096 + 14336 / 2))
+    for targets in ("all", "attention"):  # vLLM has room for all
+        assert engine_bytes(recipe(lora_rank=16, lora_targets=targets), model, 2) == 2 * 32 * each
+    assert engine_bytes(recipe(lora_rank=16), model, 1) == 2 * 41_943_040
+    assert engine_bytes(recipe(), model, 2) == 0
+    nodes = A800
+    without, held = (engine_kv_tokens(model, nodes, it, 1) for it in (recipe(), recipe(lora_rank=16)))
+    assert without - held == pytest.approx(2 * 41_943_040 / model.kv_bytes_per_token(2), abs=16)
 
 
 def test_each_routed_expert_has_its_own() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.hardware.attention import Indexer
 from libra.hardware.context import ALL, Reach, Retained
+from libra.hardware.latent import CompressedAttention, LatentAttention
+from libra.hardware.model_file import load_model
 
 reaches = st.builds(Reach, st.integers(1, 300))
 
@@ -59,3 +64,21 @@ def test_bytes_grow_more_slowly_with_length(numbers: float, plain: float, window
 def test_an_impossible_reach_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens is 0; set it to 1 or more"):
         Reach(0, chunked=True)
+
+
+def test_chosen_keys_of_eight_bits_keep_positions_and_scales() -> None:
+    # FlashMLA's fp8_ds_mla: 512 numbers of a byte, four scales, 64 positions of 16 bits; beside an indexer's key.
+    chosen = load_model("deepseek-ai/DeepSeek-V3").kinds[0].mixer
+    assert isinstance(chosen, LatentAttention)
+    (all_keys,) = chosen.kept()
+    assert all_keys.token_bytes(1) == 576
+    own, key = replace(chosen, indexer=Indexer(64, 128, 2048)).kept()
+    assert (own.token_bytes(2), own.token_bytes(1)) == (1152, 656)
+    assert key.token_bytes(1) == key.token_bytes(2) == 132
+
+
+def test_compressed_vectors_of_eight_bits_have_positions_and_scales() -> None:
+    # FlashMLA's layout for DeepSeek-V4: 448 numbers of a byte, 64 of 16 bits, 8 bytes of scales.
+    window, vectors = CompressedAttention(64, 512, 1024, 1024, 8, 128, ratio=128).kept()
+    assert (window.token_bytes(2), window.token_bytes(1)) == (1024, 584)
+    assert vectors.token_bytes(1) == 584 / 128

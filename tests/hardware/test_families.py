@@ -165,3 +165,23 @@ def test_a_changed_configuration_is_read_or_refused_in_a_line(tmp_path: Path, se
         model.forward_flops(10, 50)
         assert model.kv_bytes(100, 2) >= 0
         assert model.parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "refusal"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok: active is 7, but there are 4 experts; lower it"),
+        ("mistral4", {"n_group": 7}, "n_group: groups is 7 and active_groups 1; take groups that divide the 8 experts"),
+        (
+            "olmo_hybrid",
+            {"linear_num_key_heads": 7},
+            "linear_num_key_heads: key_heads is 7; it must divide",
+        ),
+    ],
+)
+def test_what_a_part_of_a_layer_refuses_names_the_field(
+    tmp_path: Path, name: str, change: dict[str, int], refusal: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, ALL[name] | change)
+    assert str(error.value).removeprefix(f"{tmp_path / 'config.json'}: ").startswith(refusal)

@@ -17,31 +17,43 @@ from libra.hardware.model import ModelSpec
 _PUBLISHED_BYTES = 2  # of one parameter of an adapter
 
 
-def adapter_parameters(model: ModelSpec, rank: int, attention_only: bool = False) -> int:
+def adapter_parameters(model: ModelSpec, rank: int, attention_only: bool = False, tp: int = 1) -> float:
     """Parameters of adapters on all matrices of all layers, or on those of attention and states alone. Embeddings, the
-    output head, norms and routers have none."""
-    return sum(count * _of_layer(kind, model.hidden, rank, attention_only) for kind, count in model.counted)
+    output head, norms and routers have none. Each of `tp` devices has the side of the hidden width whole, and a part of
+    the other."""
+    return sum(count * _of_layer(kind, model.hidden, rank, attention_only, tp) for kind, count in model.counted)
 
 
-def _of_layer(kind: LayerKind, hidden: int, rank: int, attention_only: bool) -> int:
+def _of_layer(kind: LayerKind, hidden: int, rank: int, attention_only: bool, tp: int) -> float:
     mixer = () if kind.mixer is None else kind.mixer.matrices(hidden)
-    sides = sum(matrix.inputs + matrix.outputs for matrix in mixer)
+    sides = 0.0
+    for matrix in mixer:
+        whole = hidden if hidden in (matrix.inputs, matrix.outputs) else 0
+        sides += whole + (matrix.inputs + matrix.outputs - whole) / tp
     if attention_only or kind.mlp is None:
         return rank * sides
     if isinstance(kind.mlp, MLP):
-        return rank * (sides + kind.mlp.matrices * (hidden + kind.mlp.intermediate))
+        return rank * (sides + kind.mlp.matrices * (hidden + kind.mlp.intermediate / tp))
     experts = kind.mlp
-    routed = experts.count * (experts.width(hidden) + experts.intermediate)
-    shared = hidden + experts.shared_intermediate if experts.shared_intermediate else 0
+    routed = experts.count * (experts.width(hidden) + experts.intermediate / tp)
+    shared = hidden + experts.shared_intermediate / tp if experts.shared_intermediate else 0
     around = 2 * (hidden + experts.latent) if experts.latent else 0
     return rank * (sides + experts.matrices * (routed + shared) + around)
+
+
+def engine_bytes(recipe: Recipe, model: ModelSpec, tp: int) -> float:
+    """Bytes of adapters on each of an engine's `tp` devices. vLLM has room for those of all matrices, whichever have
+    some."""
+    if recipe.lora_rank is None:
+        return 0.0
+    return _PUBLISHED_BYTES * adapter_parameters(model, recipe.lora_rank, tp=tp)
 
 
 def trained_parameters(recipe: Recipe, model: ModelSpec) -> int:
     """Parameters that a step changes: all, or those of the adapters."""
     if recipe.lora_rank is None:
         return model.trained_parameters
-    return adapter_parameters(model, recipe.lora_rank, recipe.lora_targets == "attention")
+    return int(adapter_parameters(model, recipe.lora_rank, recipe.lora_targets == "attention"))
 
 
 def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:

@@ -63,12 +63,17 @@ class Retained:
     plain: float = 0.0  # bytes of a token whose type the engine does not choose
     reach: Reach = ALL
     state: float = 0.0  # bytes, at any length
+    least: float = 0.0  # bytes of a token's numbers, however narrow the type of KV
+
+    def token_bytes(self, number: float) -> float:
+        """Bytes of a token within reach."""
+        return max(self.numbers * number, self.least) + self.plain
 
     def bytes(self, context: float, number: float) -> float:
         """Bytes of a sequence of `context` tokens. They exclude blocks of a window that a running prefill still needs:
         `max_num_batched_tokens` more for one sequence."""
         tokens = min(context, self.reach.tokens) if self.reach.tokens else context
-        return tokens * (self.numbers * number + self.plain) + self.state
+        return tokens * self.token_bytes(number) + self.state
 
     @property
     def grows(self) -> bool:

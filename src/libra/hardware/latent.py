@@ -13,6 +13,8 @@ from libra.hardware.checks import require_at_least
 from libra.hardware.context import Array, Reach, Read, Retained
 from libra.hardware.matrix import Matrix, heads_refusal
 
+_PACKED = 64 + 8  # bytes of DeepSeek-V4's vector of 8-bit numbers besides these: 64 positions have 16 bits, and scales
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
@@ -59,8 +61,10 @@ class LatentAttention:
         return self.q_rank + self.kv_rank + (hidden if self.bias else 0) + (self.indexer.vectors if self.indexer else 0)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """A latent vector belongs to all heads, so every device keeps it."""
-        own = Retained(self.kv_rank + self.rope_dim)
+        """A latent vector belongs to all heads, so every device keeps it. Where keys are chosen, the type of 8 bits has
+        positions of 16, and a scale for each 128 other numbers (FlashMLA's `fp8_ds_mla`)."""
+        packed = self.kv_rank + 4 * self.kv_rank / 128 + 2 * self.rope_dim
+        own = Retained(self.kv_rank + self.rope_dim, least=packed if self._chosen else 0.0)
         return (own, Retained(plain=self.indexer.key_bytes)) if self.indexer else (own,)
 
     @property
@@ -173,9 +177,10 @@ class CompressedAttention:
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         """The window and the compressed vectors. The compressor's buffer of uncompressed tokens, at most twice its
         ratio, is left out."""
-        found = [Retained(self.head_dim, reach=Reach(self.window))]
+        packed = self.head_dim + _PACKED
+        found = [Retained(self.head_dim, reach=Reach(self.window), least=packed)]
         if self.ratio:
-            found.append(Retained(self.head_dim / self.ratio))
+            found.append(Retained(self.head_dim / self.ratio, least=packed / self.ratio))
         if self.indexer:
             found.append(Retained(plain=self.indexer.key_bytes / self.ratio))
         return tuple(found)

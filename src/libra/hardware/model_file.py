@@ -118,6 +118,23 @@ def _unread(top: Fields) -> Iterator[str]:
         yield f"not given, and assumed: {', '.join(assumed)}"
 
 
+# Fields that give what a part of a layer calls so.
+_GIVEN_BY = {
+    "active": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"),
+    "groups": ("n_group", "num_expert_group", "n_groups", "mamba_n_groups"),
+    "intermediate": ("moe_intermediate_size", "intermediate_size"),
+    "key_heads": ("linear_num_key_heads",),
+}
+
+
+def _of_field(text: str, fields: Fields) -> str:
+    """A refusal that begins with its field: that of a part of a layer names what the part has."""
+    if re.match(r"[\w.]+: ", text):
+        return text
+    given = (name for name in _GIVEN_BY.get(text.partition(" ")[0], ()) if fields.given(name))
+    return f"{fields.path}{next(given, 'model_type')}: {text}"
+
+
 def _quantization(data: dict[str, object]) -> object:
     """The value of `quantization_config`, of the file or of the configuration that it wraps. DeepSeek-V4 has a separate
     field for the type of its experts."""
@@ -152,7 +169,10 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
 
     family = _family(top, fields, top.value("model_type"), inner, tell)
     fields.with_defaults(family.defaults)
-    stack = family.read(fields)
+    try:
+        stack = family.read(fields)
+    except ValueError as error:
+        raise ValueError(_of_field(str(error), fields)) from None
     kinds, order = arranged(stack.layers)
     tied = "tie_word_embeddings"
     above = top.flag(tied) if fields is not top and top.given(tied) else None

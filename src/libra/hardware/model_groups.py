@@ -31,7 +31,7 @@ def _cache(kind: LayerKind, part: Retained, number: float, tp: int) -> KVLayer:
     mixer, reach = kind.mixer, part.reach
     return KVLayer(
         "full" if not reach.tokens else "chunk" if reach.chunked else "window",
-        round(part.numbers * number + part.plain),
+        round(part.token_bytes(number)),
         tokens=reach.tokens,
         heads=round(mixer.held_heads(tp)) if isinstance(mixer, Attention) else 1,
         latent=isinstance(mixer, LatentAttention),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from libra.config.recipe import TrainingBytes
-from libra.cost.adapters import reference_of, training_bytes
+from libra.cost.adapters import engine_bytes, reference_of, training_bytes
 from libra.cost.engine_memory import held_bytes
 from libra.cost.quantization import rollout_quantization
 from libra.cost.train_memory import MemoryBreakdown, training_memory
@@ -75,7 +75,7 @@ def _trainer(plan: Plan, request: ClusterRequest, group: DeviceGroup) -> DeviceM
 def _engine(request: ClusterRequest, group: DeviceGroup) -> DeviceMemory:
     recipe, nodes, model = request.recipe, request.cluster.node_class(group.pool), request.model
     quantization, tp = rollout_quantization(recipe), group.devices
-    weights = quantization.weight_bytes(model, tp)
+    weights, adapters = quantization.weight_bytes(model, tp), engine_bytes(recipe, model, tp)
     held = held_bytes(
         *(model, tp),
         batched_tokens=recipe.max_batched_tokens,
@@ -84,7 +84,7 @@ def _engine(request: ClusterRequest, group: DeviceGroup) -> DeviceMemory:
     )
     token = quantization.kv_bytes_per_token(model, tp, context=recipe.max_length)
     kv = engine_kv_tokens(model, nodes, recipe, tp) * token
-    parts = {"weights": weights, "KV cache": kv, "activations": held - weights}
+    parts = {"weights": weights + adapters, "KV cache": kv, "activations": held - weights}
     return _memory(group.name, nodes.gpu.memory, parts)
 
 

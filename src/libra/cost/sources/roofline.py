@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from libra.config.recipe import Recipe
+from libra.cost.adapters import engine_bytes
 from libra.cost.afd import StageGrid, token_copies
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import Array, EngineGrid, EngineProfile, Table
@@ -45,6 +46,7 @@ def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[
             *(model, nodes.gpu.usable, recipe.gpu_memory_utilization, tp),
             batched_tokens=recipe.max_batched_tokens,
             quantization=quantization,
+            taken=engine_bytes(recipe, model, tp),
             switched=nodes.gpu.switched,
         )
         return held >= recipe.max_length

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from libra.config.recipe import Recipe
-from libra.cost.adapters import version_bytes
+from libra.cost.adapters import engine_bytes, version_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile
@@ -54,7 +54,7 @@ def engine_kv_tokens(
         tp,
         batched_tokens=recipe.max_batched_tokens,
         quantization=rollout_quantization(recipe),
-        taken=taken,
+        taken=taken + engine_bytes(recipe, model, tp),
         context=recipe.max_length if context is None else context,
         switched=nodes.gpu.switched,
     )
