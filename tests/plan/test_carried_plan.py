@@ -142,7 +142,7 @@ def test_a_plan_for_one_node_has_each_group_on_the_gpus_that_it_names(gpus: int,
     [
         (3, {"framework": None}, r"layout tp1 pp1 cp1 dp2 zero1 8192-token: .*; plan with --for libra"),
         (8, {"framework": None}, r"layout tp1 pp1 cp2 dp3 zero1"),
-        (2, {"reference": "resident"}, "reference: the plan has a reference model, which a run has not"),
+        (2, {"reference": "resident"}, "reference: the plan has a reference model, which a run does not support"),
         (2, {"lora_rank": 8}, "lora_rank: the plan has adapters"),
         (2, {"offload_optimiser": True}, "offload_optimiser: the plan has the optimiser's state on the host"),
         (2, {"batch": 128}, r"training\.prompts_per_step: the plan is for 16, and the configuration has 8"),

@@ -17,7 +17,7 @@ def framework_sentence(cost: FrameworkCost | None) -> tuple[str, ...]:
     same = cost.router == cost.free_router
     routed = "" if same else f"turns routed by {printable(cost.router)}"
     left = "; ".join(words for words in (cost.restriction, routed) if words)
-    other = "" if same else f", which routes by {cost.free_router}"
+    other = "" if same else f", which routes by {cost.free_router}, here as if that were never wrong"
     return (
         f"Planning for {cost.framework} ({left}) makes a step {percent(cost.share)} longer: {duration(cost.step)}"
         f" predicted, against {duration(cost.free)} without --for{other}.",

@@ -133,7 +133,10 @@ def _split(plan: Plan) -> str:
 def _step(plan: Plan) -> str:
     predicted, simulated = duration(plan.predicted.step), plan.simulated
     if simulated is None:
-        return f"A step is predicted to take {predicted}; it was not simulated."
+        request = plan.request
+        perfect = request.kind == "cluster" and len(plan.allocation.buckets) > 1 and not request.recall
+        assumed = " under a router that is never wrong" if perfect else ""
+        return f"A step is predicted to take {predicted}{assumed}; it was not simulated."
     return (
         f"A step takes {step_words(simulated)} in simulation under {simulated.router} ({simulated.steps} steps, seed"
         f" {simulated.seed}); predicted {predicted}."

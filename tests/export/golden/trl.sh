@@ -27,6 +27,7 @@ limits:
 - 8192
 route: cmlfq
 END
+# Run each engine's line in a shell of its own: it serves until it is stopped.
 # on a800-0: contexts of up to 8,192 tokens
 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-14B --tensor-parallel-size 8 --max-num-seqs 512 --max-num-batched-tokens 8192 --max-model-len 8192 --gpu-memory-utilization 0.9 --weight-transfer-config '{"backend": "nccl"}' --logprobs-mode processed_logprobs --port 8000
 # libra route gateway.yaml

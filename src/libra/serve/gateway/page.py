@@ -161,7 +161,12 @@ class RouterPage:
         engine = self._recent.engine_of(live.id)
         since = _clock(time.time() - (self._loop.time() - live.touched))
         where = f" on {engine}" if engine else ""
-        state = f"turn{where} since {since}" if live.in_flight else f"answered{where} at {since}"
+        if live.in_flight:
+            state = f"turn{where} since {since}"
+        elif live.turns:
+            state = f"answered{where} at {since}"
+        else:
+            state = f"no answer to the turn{where} of {since}"
         return SessionView(live.id, live.task, engine, live.context, live.turns, state)
 
 
