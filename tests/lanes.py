@@ -1,4 +1,4 @@
-"""How tests share this machine when several are made at once (`pytest -n 2`).
+"""How tests share this machine when several are made at once (`pytest -n 3`).
 
 Invariant: tests that run whole engines, trainers or replicas in processes are made one after the other, so that each
 has the machine to itself but for the tests without them; and beside a test marked `alone` there is no other.
@@ -18,13 +18,16 @@ PROCESSES = (
     "tests/integration/",
     "tests/backends/grpo/test_replica_processes.py",
 )
+# A command that has no time to keep, and takes minutes
+PATIENT = "tests/integration/test_gpu_benchmark.py"
 
 
 class Lanes(LoadScopeScheduling):
     """One worker is given `PROCESSES`, and then what is left; the others are given file after file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "processes" if nodeid.startswith(PROCESSES) else nodeid.partition("::")[0]
+        processes = nodeid.startswith(PROCESSES) and not nodeid.startswith(PATIENT)
+        return "processes" if processes else nodeid.partition("::")[0]
 
 
 @contextmanager
