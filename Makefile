@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml
 run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 	$(VENV)/bin/libra run examples/calculator.yaml --overwrite
 
-test: setup  ## run all tests, three at a time: many wait for processes
+test: setup  ## run all tests, three at a time, as many wait for processes
 	$(VENV)/bin/python -m pytest -q -n 3
 
 test-integrations: $(foreach host,verl trl verifiers openenv router envoy,$(HOSTS)/$(host)/.installed)  ## with verl, TRL, verifiers, OpenEnv, vllm-router and Envoy, which it installs
