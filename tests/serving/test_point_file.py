@@ -282,7 +282,7 @@ def test_what_a_file_cannot_say_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Qwen/Qwen3-8B cannot be written as a file of engines: .* no known model"):
         engines_text(own, point_of(own, candidate, 1.0), "point.yaml")
     bare = replace(own, origin=None)
-    with pytest.raises(ValueError, match="origin of the question is missing"):
+    with pytest.raises(ValueError, match="the question has no origin"):
         engines_text(bare, point_of(bare, candidate, 1.0), "point.yaml")
 
 

@@ -121,4 +121,6 @@ def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mappin
 def script(lines: Sequence[ServeLine]) -> str:
     """The lines, each under a comment that names its node."""
     first = "# Run each engine's line in a shell of its own: it serves until it is stopped.\n"
-    return first + "".join(f"# on {line.host}{f': {line.note}' if line.note else ''}\n{line.command}\n" for line in lines)
+    return first + "".join(
+        f"# on {line.host}{f': {line.note}' if line.note else ''}\n{line.command}\n" for line in lines
+    )

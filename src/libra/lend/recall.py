@@ -21,7 +21,9 @@ class RecallPolicy:
 
     def __post_init__(self) -> None:
         if not 0 < self.quiet <= self.most_quiet:
-            raise ValueError(f"quiet is {self.quiet:g} s, at most {self.most_quiet:g}; give 0 < quiet <= most_quiet")
+            raise ValueError(
+                f"quiet is {self.quiet:g} s and most_quiet {self.most_quiet:g} s: give 0 < quiet <= most_quiet"
+            )
 
 
 class Recall:

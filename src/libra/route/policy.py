@@ -66,7 +66,7 @@ class Fleet(Protocol):
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Largest final context of each bucket, at least one, shortest bucket first."""
+        """Largest final context of each bucket, in tokens, shortest bucket first. There is at least one bucket."""
 
     @property
     def turn_tokens(self) -> int:

@@ -86,7 +86,7 @@ class MenuFile(Section):
                 raise ValueError(f"cost_per_hour of the menu: {error}") from None
             if name not in names:
                 raise ValueError(
-                    f"cost_per_hour of the menu has {name}, which its nodes leave out: leave the price out, or add"
+                    f"cost_per_hour of the menu prices {name}, which is not in its nodes: remove the price, or add"
                     f" {name} to nodes"
                 )
         return taken

@@ -185,7 +185,7 @@ def _file(given: str, *words: str) -> str:
 
 def _origin(question: SizingQuestion) -> Origin:
     if question.origin is None:
-        raise ValueError("origin of the question is missing: give its model, profile and host")
+        raise ValueError("the question has no origin: give it one, with model, profile and host")
     return question.origin
 
 

@@ -33,7 +33,7 @@ class Runs:
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """The draws, or the record where it has none."""
+        """The names of the draws, or of the record if the question has no draws."""
         return self.names[:-1] or self.names
 
     def brief(self, name: str, rate: float) -> Trial:

@@ -65,8 +65,8 @@ class EventQueue:
         heappush(self._heap, (tick, CANCELLATION, request.number, request))
 
     def until(self, limit: int | None) -> Iterator[Event | None]:
-        """Yield and remove the events up to a tick, in order, including those added meanwhile, and None after the last
-        event of each tick. Ends early if `goes_on` is False."""
+        """Remove and yield the events up to a tick, in order, including those added meanwhile. After the last event of
+        each tick it yields None. Ends early if `goes_on` is False."""
         heap, now = self._heap, -1  # the tick that is not over
         while heap or now >= 0:
             if now >= 0 and (not heap or heap[0][0] != now):

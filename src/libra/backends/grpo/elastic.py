@@ -110,7 +110,7 @@ class GradientExchange:
             self._forming = on_thread(f"generation {order.generation}", lambda: _form(order, self._process))
 
     def formed(self, generation: int, seconds: float) -> bool:
-        """Whether that membership can be entered without waiting, after `seconds` at most."""
+        """Wait `seconds` at most. Returns whether that membership can be entered at once."""
         self._require_prepared(generation)
         with contextlib.suppress(Exception):  # `enter` reports how it failed
             self._forming.result(seconds)

@@ -61,7 +61,9 @@ def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], np
         raise DeltaError(f"{data.nbytes} bytes are not a delta")
     count, length = _HEAD.unpack_from(data)
     if not 0 < count <= len(base) or not count <= length <= count + len(base) // _ESCAPE:
-        raise DeltaError(f"a delta of {count} numbers with {length} bytes of gaps, for {len(base)} numbers")
+        raise DeltaError(
+            f"the delta does not fit: it has {count} numbers and {length} bytes of gaps, for {len(base)} numbers"
+        )
     size = length + count * base.itemsize
     decoder = zlib.decompressobj(-zlib.MAX_WBITS)
     try:

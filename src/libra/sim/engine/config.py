@@ -116,7 +116,9 @@ class EngineConfig(Value):
                 raise ValueError(f"kv_groups with {name} is not simulated: leave one of them out")
         states = self.enable_prefix_caching and any(group.kind == "state" for group in self.kv_groups)
         if states and not self.enable_chunked_prefill:
-            raise ValueError("kv_groups: a state is cached at the ends of chunks: set enable_chunked_prefill to true")
+            raise ValueError(
+                "kv_groups has a state, which is cached at the ends of chunks: set enable_chunked_prefill to true"
+            )
         sizes = [it.block_size for it in self.kv_groups if it.kind != "state" or states] or [self.block_size]
         if self.block_size != lcm(*sizes):
             raise ValueError(

@@ -43,7 +43,7 @@ class Layout:
         return self.blocks(after) - self.blocks(before)
 
     def reserved(self, found: int, tokens: int) -> int:
-        """Blocks that are free for a prompt of `tokens` tokens when it is admitted with its first `found` cached."""
+        """Blocks that must be free to admit a prompt of `tokens` tokens, the first `found` of which are cached."""
         blocks = self.blocks(tokens)
         if self.most:
             blocks = min(blocks, self.most)

@@ -51,7 +51,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkUse:
-    """The network of each engine in one direction, [engine, stretch of time]: means."""
+    """Mean use of each engine's network in one direction, [engine, interval of time]."""
 
     used: Means  # share of the bandwidth
     sharing: Means  # transfers
