@@ -96,8 +96,8 @@ def explain(
     def shortest(changed: Problem) -> float:
         return solve(changed, tie_break=False).predicted.step
 
-    def view(found: Allocation) -> PlanView:
-        return plan_view(problem, found, step)
+    def view(found: Allocation, priced: Problem = problem) -> PlanView:
+        return plan_view(priced, found, step)
 
     def runners_up() -> Iterator[PlanView]:
         known = [allocation]
@@ -107,7 +107,7 @@ def explain(
 
     def otherwise(restricted: Alternative) -> Otherwise:
         found = solved(restricted.problem)
-        return Otherwise(restricted.what, None if found is None else view(found))
+        return Otherwise(restricted.what, None if found is None else view(found, restricted.problem))
 
     def relief(relaxed: Alternative) -> Relief:
         after = shortest(relaxed.problem)
