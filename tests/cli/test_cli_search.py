@@ -217,7 +217,10 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ("cost_per_hour: {h100: 2, l40s: 1, a800: 1}", "cost_per_hour of the menu prices a800, which is not in its nodes"),
+        (
+            "cost_per_hour: {h100: 2, l40s: 1, a800: 1}",
+            "cost_per_hour of the menu prices a800, which is not in its nodes",
+        ),
         ("cost_per_hour: {h100: 2}", "l40s has no price"),
         ("cost_per_hour: {h100: 2, l40s: 1, b200: 9}", "cost_per_hour of the menu: unknown class of nodes 'b200'"),
         ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
