@@ -42,7 +42,7 @@ def unknown(contenders: int, seconds: float = 10.0) -> list[Expected]:
 def test_without_noise_the_fastest_wins_and_the_control_stays(seconds: list[float]) -> None:
     sampler = Listed(*map(steady, seconds))
     standings = race(sampler, unknown(len(seconds)))
-    assert seconds[standings.finalists[0]] == min(seconds)
+    assert seconds[standings.finalists[0]] == pytest.approx(min(seconds))  # two may differ by less than a mean's error
     assert 0 in standings.finalists
     assert sampler.taken[0] == max(sampler.taken)
 

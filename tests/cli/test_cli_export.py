@@ -49,7 +49,7 @@ def test_the_explanation_says_what_the_framework_costs(plans: Path, tmp_path: Pa
     assert result.exit_code == 0, result.output
     for text in (result.stdout, page.read_text()):
         assert "Planning for verl (engines of one size, whole nodes for training and for rollout" in text
-        assert "without --for, which routes by cmlfq." in text
+        assert "without --for, which routes by cmlfq, here as if that were never wrong." in text
 
 
 def test_what_cannot_be_expressed_is_refused_with_the_remedy(plans: Path, tmp_path: Path) -> None:

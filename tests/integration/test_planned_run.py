@@ -71,7 +71,7 @@ def tied_llama(directory: Path) -> Path:
 
 def slots_plan(model: Path) -> Plan:
     """A plan for a node of two small devices, one of which trains."""
-    device = GPU("slot", memory=2.5 * 2**30, bandwidth=1e11, flops=1e12, link=1e10, source="made up")
+    device = GPU("slot", memory=4 * 2**30, bandwidth=1e11, flops=1e12, link=1e10, source="made up")
     nodes = NodeClass("slots", 1, 2, device, intra_bandwidth=1e10, inter_bandwidth=1e10)
     recipe = Recipe(
         batch=16,

@@ -116,7 +116,7 @@ def test_memory_that_cannot_change_hands_is_refused() -> None:
     ):
         with pytest.raises(LendingError, match=said):
             kv_pages(scheduler_with(9, layers))
-    with pytest.raises(LendingError, match="keeps no KV"):
+    with pytest.raises(LendingError, match="has no KV that could be lent"):
         kv_pages(scheduler_with(9, {}))
     with pytest.raises(LendingError, match="runs in another process"):
         kv_pages(scheduler_with(9, {}, groups=(("a",),)))

@@ -42,7 +42,7 @@ def test_the_least_loaded_engines_are_known_after_any_change(steps: list[tuple[s
             if each.capacity_tokens >= need:
                 all_of_them.instances += 1
                 all_of_them.tokens += each.load_tokens
-                all_of_them.offer((each.bucket, False), each.load_tokens, each)
+                all_of_them.offer((each.bucket, each.pace_class, False), each.load_tokens, each)
         assert found == all_of_them
 
 
