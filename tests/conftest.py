@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from lanes import PROCESSES, Lanes, turn
+from lanes import LONG, PROCESSES, Lanes, turn
 
 HERE = Path(__file__).parent
 # Seconds after which a coroutine that would hang fails, and one with real processes. Those in which it waits for a core
@@ -37,7 +37,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(PROCESSES))
+        items.sort(key=lambda item: (not item.nodeid.startswith(PROCESSES), not item.nodeid.startswith(LONG)))
 
 
 @pytest.hookimpl(wrapper=True)

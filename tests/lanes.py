@@ -18,8 +18,8 @@ PROCESSES = (
     "tests/integration/",
     "tests/backends/grpo/test_replica_processes.py",
 )
-# A command that has no time to keep, and takes minutes
-PATIENT = "tests/integration/test_gpu_benchmark.py"
+PATIENT = "tests/integration/test_gpu_benchmark.py"  # a command that has no time to keep, and takes minutes
+LONG = ("tests/test_rooms.py", "tests/test_evaluation_systems.py")  # files of minutes, begun early
 
 
 class Lanes(LoadScopeScheduling):
