@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from libra.config.recipe import Execution, TrainingBytes
@@ -33,6 +33,7 @@ MODELS = {name: load_model(name) for name in NAMES}
     st.sampled_from([TrainingBytes(2, 2, 4), TrainingBytes(2, 4, 12), TrainingBytes(4, 4, 8, compute=2)]),
     st.sampled_from(get_args(Reference)),
 )
+@example("Qwen3-0.6B", "H200", 8, 2, [17271.0], TrainingBytes(4, 4, 8, compute=2), "none")  # two exchanges, one pass
 def test_no_layout_is_faster_or_smaller_eagerly(
     name: str, gpu: str, gpus: int, count: int, lengths: list[float], state: TrainingBytes, reference: Reference
 ) -> None:

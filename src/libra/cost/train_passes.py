@@ -72,6 +72,7 @@ class Passes:
     layer_recompute: Array
     exchange_forward: Array  # tensor, context and expert parallelism, sending between stages
     exchange_backward: Array
+    hidden: Array  # of tensor parallelism, behind products of the backward pass, where nothing else can hide then
 
 
 def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
@@ -133,11 +134,13 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     ring_backward = np.maximum(0.0, 2 * passed - HIDDEN * backward_attention)
     again_exchange = np.where(table.recompute == _FULL, layers_exchange - counts * sent + ring_forward, 0.0)
     exchange_forward, exchange_backward = layers_exchange + ring_forward, layers_exchange + ring_backward
+    hidden = np.zeros(len(table))
     if state.trained == 1:
         # Backward, only the gradient of a part's output is gathered before its products. Its input is gathered again
         # behind the first of them, and the input's gradient scattered behind the second, that of the weights
         # (Megatron-LM, core/tensor_parallel/layers.py).
-        exchange_backward = exchange_backward - np.minimum(counts * products / 2, HIDDEN * 2 * forward)
+        hidden = np.minimum(counts * products / 2, HIDDEN * 2 * forward)
+        exchange_backward = exchange_backward - hidden
     forward, backward = forward + launches, (1 + state.trained) * (forward + launches)
     host = counts * sparse * EXPERT_HOST
     waits = np.maximum(0.0, host - forward - attention - exchange_forward)
@@ -151,6 +154,7 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
         layer_recompute=layer_recompute + np.where(table.recompute == _FULL, waits, 0.0),
         exchange_forward=exchange_forward,
         exchange_backward=exchange_backward + again_exchange,
+        hidden=hidden,
     )
 
 

@@ -126,7 +126,9 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
         "recompute": recompute,
         "forwards": forwards,
         "communication": exchange
-        + _data_parallel_seconds(work, table, parameters, counts, layers_forward, layers_backward, scored),
+        + _data_parallel_seconds(
+            work, table, parameters, counts, layers_forward, layers_backward - passes.hidden / HIDDEN, scored
+        ),
         "bubble": bubble,
         "imbalance": imbalance,
         "optimiser": _update_seconds(work, table, parameters),
