@@ -1,4 +1,4 @@
-"""How tests share this machine when several are made at once (`pytest -n 3`).
+"""Sharing of the machine by tests that run at once (`pytest -n 3`).
 
 Invariant: tests that run whole engines, trainers or replicas in processes are made one after the other, so that each
 has the machine to itself but for the tests without them; and beside a test marked `alone` there is no other.

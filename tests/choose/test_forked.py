@@ -1,4 +1,4 @@
-"""Forked processes: results in order, errors of the work, and an end that waits for nobody."""
+"""Forked processes: results in order, errors of the work, and an end that does not wait for the work."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_bucket_that_is_too_dear_does_not_hide_another_one() -> None:
 def test_of_unequal_instances_in_one_bucket_a_fast_one_with_more_work_is_weighed_too() -> None:
     slow, fast = long("slow", 10, 0.02), long("fast", 9_000, 0.01)
     policy = taught(done(500))
-    assert first(policy, view(slow, fast)).instance == "slow"  # as long as nobody says that they differ
+    assert first(policy, view(slow, fast)).instance == "slow"  # they count as equally fast
     policy = taught(done(500))
     assert first(policy, view(replace(slow, pace_class=1), fast)).instance == "fast"
 

@@ -1,7 +1,7 @@
 """An OpenEnv environment behind a URL as a task: the model reads its observations and writes its actions.
 
-Invariant: an episode is one session of the server, on one WebSocket, and its reward the sum of those of its steps. An
-action that the server refuses is told to the model; any other refusal is a failure of the environment.
+Invariant: an episode is one session of the server, on one WebSocket, and its reward the sum of those of its steps. The
+model is told if the server refuses its action. Any other refusal is a failure of the environment.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 
 from libra.live.pace import Pace, pace_classes
 from libra.live.work import LiveWork, Took
 
 
 class LiveServer(LiveWork):
-    """A live `route.policy.Instance`. `pace` is that of servers of its kind."""
+    """A live `route.policy.Instance`. `pace` is learned from its own turns, and at first from those of its kind."""
 
     recall_rate = 0.0  # it does not lend
     prompt_wait_seconds = 0.0  # it computes its prompts itself
@@ -27,16 +27,16 @@ _TURNS = 64  # between two looks at the classes of servers, or as many as there 
 
 
 class ServerPaces:
-    """The paces of servers: of each, of those of a bucket, and of all."""
+    """The paces of servers: of each, of those of a kind (a bucket, or a shape), and of all."""
 
     def __init__(self) -> None:
         self._all = Pace()
-        self._buckets: dict[int, Pace] = {}
+        self._kinds: dict[Hashable, Pace] = {}
         self._turns = 0  # since the classes were last looked at
 
-    def of(self, bucket: int) -> Pace:
-        """The pace of a new server."""
-        return Pace(like=self._buckets.setdefault(bucket, Pace(like=self._all)))
+    def of_kind(self, kind: Hashable) -> Pace:
+        """The pace of the servers of a kind."""
+        return self._kinds.setdefault(kind, Pace(like=self._all))
 
     def observe(self, server: LiveServer, generated_tokens: int, took: Took, servers: Collection[LiveServer]) -> bool:
         """Note an answered turn. Now and then put `servers` into classes by their paces. True: some are in another

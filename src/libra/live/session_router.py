@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from libra.live.pace import Pace
 from libra.live.server import LiveServer, ServerPaces
 from libra.live.trajectories import ToldReturn, Trajectories
 from libra.live.work import HeldTurn, Took
@@ -81,7 +82,7 @@ class SessionRouter:
         """Put servers into service. A present one is left unchanged."""
         for id in ids:
             if id not in self._servers:
-                self._servers[id] = LiveServer(id, 0, self._capacity, self._paces.of(0), self._clock)
+                self._servers[id] = LiveServer(id, 0, self._capacity, Pace(like=self._paces.of_kind(0)), self._clock)
         self._refresh()
 
     def remove(self, ids: Iterable[str]) -> None:

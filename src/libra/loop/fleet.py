@@ -17,7 +17,7 @@ from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.exec.protocols import PoolObserver, WorkerFailedError
-from libra.live.pace import Pace
+from libra.live.server import ServerPaces
 from libra.plan.allocation import Allocation
 from libra.route.policy import InstanceView, Policy, View
 
@@ -39,8 +39,7 @@ class ServingFleet:
         self.handover = handover
         self._allocation = allocation
         self._instances: dict[str, ServingEngine] = {}
-        self._pace = Pace()  # of all engines
-        self._paces: dict[str, Pace] = {}  # of the engines of a shape
+        self._paces = ServerPaces()
         self._changed = asyncio.Event()
 
     @property
@@ -88,7 +87,7 @@ class ServingFleet:
 
     def add(self, instance: ServingEngine) -> None:
         self._instances[instance.handle.name] = instance
-        instance.handle.work.pace.like = self._paces.setdefault(instance.shape, Pace(like=self._pace))
+        instance.handle.work.pace.like = self._paces.of_kind(instance.shape)
         self._announce()
 
     def remove(self, name: str) -> ServingEngine | None:

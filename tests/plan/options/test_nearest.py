@@ -32,7 +32,7 @@ def request(model: ModelSpec, *nodes: NodeClass, recipe: Recipe = RECIPE) -> Clu
 
 
 def plans(asked: ClusterRequest, count: int) -> bool:
-    """Whether there is a plan with so many nodes."""
+    """Whether there is a plan with this number of nodes."""
     nodes = replace(asked.cluster.nodes[0], count=count)
     try:
         return not conflict(replace(asked, cluster=Cluster((nodes,))).menu().problem)

@@ -184,7 +184,7 @@ class Upstreams:
         return engine
 
     def _upstream(self, section: UpstreamSection) -> Upstream:
-        return Upstream(section, self._paces.of(section.bucket))
+        return Upstream(section, Pace(like=self._paces.of_kind(section.bucket)))
 
     def answered(self, attempt: Attempt, generated_tokens: int) -> None:
         """Learn the engine's pace from a turn that it has answered."""
