@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiohttp import ClientError, ClientResponse, ClientSession, web
+from aiohttp import web
 
 from libra.serve.answers import refusal, refused
+from libra.serve.gateway.engine_connections import EngineConnection, EngineConnections
 from libra.serve.gateway.event_stream import EVENT_STREAM, EventStream
 from libra.serve.gateway.said import Said
 from libra.serve.gateway.traced import passed_back
@@ -42,7 +43,7 @@ class Relayed:
 
 
 async def relay(
-    session: ClientSession,
+    connections: EngineConnections,
     request: web.Request,
     path: str,
     headers: Mapping[str, str],
@@ -54,13 +55,11 @@ async def relay(
 ) -> Relayed:
     """Send `body` to a path of the engine; `reader` reads the answer. `headers` are added to those of every turn."""
     engine = attempt.engine
-    url, headers = engine.section.root + path, {**_SENT, **headers}
+    address = engine.address
     response: web.StreamResponse | None = None
     try:
-        async with (
-            attempt,
-            session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
-        ):
+        async with attempt, await connections.to(address.origin) as answer:
+            await answer.post(address.path + path, {"Host": address.host, **_SENT, **headers}, body)
             if stream and answer.status == 200 and answer.content_type == EVENT_STREAM:
                 response = web.StreamResponse(
                     headers={
@@ -72,7 +71,7 @@ async def relay(
                 usage = await _stream(request, response, attempt, answer, reader)
                 return Relayed(response, usage, said=reader.said)
             return await _whole(request, attempt, answer, reader)
-    except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
+    except (OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
         untraced(error)
         why = str(error) or type(error).__name__
     failure = attempt.failure or TurnFailure(f"engine {engine.id} was lost: {why}", Fault.GONE)
@@ -83,9 +82,9 @@ async def relay(
     return Relayed(refused(failure.message, 504) if failure.fault is Fault.SILENT else None, failure=failure)
 
 
-async def _whole(request: web.Request, attempt: Attempt, answer: ClientResponse, reader: AnswerReader) -> Relayed:
+async def _whole(request: web.Request, attempt: Attempt, answer: EngineConnection, reader: AnswerReader) -> Relayed:
     engine, pieces, size = attempt.engine, [], 0
-    while piece := await answer.content.readany():
+    while piece := await answer.readany():
         attempt.touch()
         pieces.append(piece)
         size += len(piece)
@@ -111,12 +110,12 @@ async def _whole(request: web.Request, attempt: Attempt, answer: ClientResponse,
 
 
 async def _stream(
-    request: web.Request, response: web.StreamResponse, attempt: Attempt, answer: ClientResponse, reader: AnswerReader
+    request: web.Request, response: web.StreamResponse, attempt: Attempt, answer: EngineConnection, reader: AnswerReader
 ) -> Usage | None:
     """Pass each event on when it ends. None: the client has left, or the engine reported no usage."""
     events = EventStream()
     latest = b""  # event
-    while chunk := await answer.content.readany():
+    while chunk := await answer.readany():
         attempt.touch()
         passed = []
         for event in events.feed(chunk):
