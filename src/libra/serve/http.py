@@ -41,7 +41,7 @@ _TURNS = 8  # of the event loop until the request of an accepted connection is r
 _SHUTDOWN_SECONDS = 1.0  # for requests in flight
 _CONNECTIONS = 100_000  # between two garbage collections
 _LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
-_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**18  # of malloc.h; bytes
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**19  # of malloc.h; bytes, more than asyncio reads from a socket at a time
 _COLLECT_SECONDS = 1.0  # between two checks whether to collect
 _MANY, _QUIET = 256, 0.1  # connections, and the share of them at which a rush is over
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import httptools
 from multidict import CIMultiDict
@@ -192,8 +192,7 @@ class EngineConnection(asyncio.Protocol):
     # What asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
