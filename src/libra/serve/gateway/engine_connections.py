@@ -146,26 +146,22 @@ class EngineConnection(asyncio.Protocol):
     async def readany(self) -> bytes:
         """The bytes of the body that have arrived since the last call, at least one; b"" at the end. Raises as
         `post`."""
-        while not self._pieces and not self._ended:
+        while not (pieces := self._pieces):
+            if self._ended:
+                return b""
             await self._more()
-        pieces = self._pieces
-        if not pieces:
-            return b""
         self._pieces, self._unread = [], 0
         if self._paused and not self._transport.is_closing():
             self._paused = False
             self._transport.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _more(self) -> None:
-        """Wait until something has arrived."""
+    def _more(self) -> asyncio.Future[None]:
+        """Done once something has arrived. Raises OSError or ValueError if nothing will."""
         if self._lost is not None:
             raise self._lost
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._waiter = waiter = self._loop.create_future()
+        return waiter
 
     def usable(self) -> bool:
         """Whether an idle connection may carry a turn. False: it is closed now."""
@@ -219,8 +215,10 @@ class EngineConnection(asyncio.Protocol):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and not waiter.done() and (self._headed or self._lost is not None):
-            waiter.set_result(None)
+        if waiter is not None and (self._headed or self._lost is not None):
+            self._waiter = None
+            if not waiter.done():  # cancelled
+                waiter.set_result(None)
 
     # What httptools calls
 

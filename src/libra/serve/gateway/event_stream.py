@@ -39,7 +39,7 @@ class EventStream:
         if not held and not self._after_cr and b"\r" not in chunk:
             *events, rest = chunk.split(b"\n\n")
             if not rest:  # as engines send them
-                return [event + b"\n\n" for event in events]
+                return [chunk] if len(events) == 1 else [event + b"\n\n" for event in events]
         events = []
         if self._after_cr and chunk.startswith(b"\n"):
             events.append(b"\n")

@@ -117,12 +117,10 @@ async def _stream(
     latest = b""  # event
     while chunk := await answer.readany():
         attempt.touch()
-        passed = []
-        for event in events.feed(chunk):
-            latest = event
-            if reader.event(event):
-                passed.append(event)
-        if passed and not await _write(response, request, b"".join(passed)):  # up to the first a retry is possible
+        cut = events.feed(chunk)
+        latest = cut[-1] if cut else latest
+        passed = b"".join([event for event in cut if reader.event(event)])
+        if passed and not await _write(response, request, passed):  # up to the first a retry is possible
             return None
     if rest := events.rest():
         latest = rest
