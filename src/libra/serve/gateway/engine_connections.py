@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -114,6 +114,7 @@ class EngineConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []  # of the body, not taken yet
+        self._taker: Callable[[bytes], bool] | None = None  # of pieces that arrive
         self._unread = self._head_bytes = 0
         self._headed = self._ended = True  # whether the head, and all of the answer, have arrived
         self._reusable = True
@@ -130,6 +131,7 @@ class EngineConnection(asyncio.Protocol):
             raise ValueError("a header has more than one line")
         self.headers = CIMultiDict()
         self._head_bytes, self._headed, self._ended, self._reusable = 0, False, False, False
+        self._taker = None
         if len(body) <= _JOINED:
             self._transport.write(head.encode() + body)
         else:
@@ -143,12 +145,13 @@ class EngineConnection(asyncio.Protocol):
         """Type of the answer, without parameters."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
-    async def readany(self) -> bytes:
-        """The bytes of the body that have arrived since the last call, at least one; b"" at the end. Raises as
-        `post`."""
+    async def readany(self, at_once: Callable[[bytes], bool] | None = None) -> bytes:
+        """The bytes of the body that have arrived since the last call, at least one; b"" at the end. Bytes that arrive
+        while it waits go to `at_once` first; if that returns True, it has taken them. Raises as `post`."""
         while not (pieces := self._pieces):
             if self._ended:
                 return b""
+            self._taker = at_once
             await self._more()
         self._pieces, self._unread = [], 0
         if self._paused and not self._transport.is_closing():
@@ -215,10 +218,14 @@ class EngineConnection(asyncio.Protocol):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and (self._headed or self._lost is not None):
-            self._waiter = None
-            if not waiter.done():  # cancelled
-                waiter.set_result(None)
+        if waiter is None or waiter.done() or not (self._headed or self._lost is not None):
+            return
+        if self._taker is not None and self._pieces and self._taker(b"".join(self._pieces)):
+            self._pieces, self._unread = [], 0
+            if not self._ended and self._lost is None:
+                return
+        self._waiter = None
+        waiter.set_result(None)
 
     # What httptools calls
 
