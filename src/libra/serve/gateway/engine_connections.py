@@ -24,17 +24,15 @@ from yarl import URL
 
 from libra.serve.connections import Connections
 
-KEEPALIVE_SECONDS = (
-    4.0  # seconds of an idle connection: vLLM closes it after 5, and a turn at that moment would be lost
-)
+KEEPALIVE_SECONDS = 4.0  # of an idle connection: vLLM closes it after 5, and a turn at that moment would be lost
 _CONNECT_SECONDS = 5.0  # until an engine accepts a connection
-_HEAD_BYTES = 64 * 2**10  # of an answer's headers, at most
+_HEAD_BYTES = 64 * 2**10  # of an unfinished head, at most
 _UNREAD = 2**18  # bytes
 _JOINED = 2**16  # bytes of a body that is sent in one piece with its head
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Endpoint:
     """A server, as far as a connection depends on it."""
 
     host: str
@@ -46,7 +44,7 @@ class Origin:
 class EngineAddress:
     """Parts of an engine's URL."""
 
-    origin: Origin
+    endpoint: Endpoint
     host: str  # value of the header
     path: str  # without a slash at the end
 
@@ -57,7 +55,7 @@ class EngineAddress:
         assert url.raw_host is not None and url.port is not None
         host = f"[{url.raw_host}]" if ":" in url.raw_host else url.raw_host
         named = host if url.is_default_port() else f"{host}:{url.port}"
-        return cls(Origin(url.raw_host, url.port, url.scheme == "https"), named, url.raw_path.rstrip("/"))
+        return cls(Endpoint(url.raw_host, url.port, url.scheme == "https"), named, url.raw_path.rstrip("/"))
 
 
 class EngineConnections:
@@ -65,11 +63,11 @@ class EngineConnections:
 
     def __init__(self, made: Connections) -> None:
         self._made = made
-        self._idle: dict[Origin, deque[EngineConnection]] = {}  # of each origin, the longest idle first
+        self._idle: dict[Endpoint, deque[EngineConnection]] = {}  # of each endpoint, the longest idle first
 
-    async def to(self, origin: Origin) -> EngineConnection:
+    async def to(self, endpoint: Endpoint) -> EngineConnection:
         """A connection, to be used as an async context. Raises OSError if the engine accepts none in time."""
-        idle = self._idle.get(origin)
+        idle = self._idle.get(endpoint)
         while idle:
             connection = idle.pop()
             if connection.usable():
@@ -79,10 +77,10 @@ class EngineConnections:
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 _, connection = await loop.create_connection(
-                    lambda: EngineConnection(self._idle.setdefault(origin, deque())),
-                    origin.host,
-                    origin.port,
-                    ssl=_trusted() if origin.secure else None,
+                    lambda: EngineConnection(self._idle.setdefault(endpoint, deque())),
+                    endpoint.host,
+                    endpoint.port,
+                    ssl=_trusted() if endpoint.secure else None,
                 )
         except TimeoutError:
             raise ConnectionError(f"it accepted no connection in {_CONNECT_SECONDS:g} s") from None
@@ -111,6 +109,7 @@ class EngineConnection(asyncio.Protocol):
         self.headers: CIMultiDict[str] = CIMultiDict()
         self._idle, self._idle_since = idle, 0.0
         self._transport: asyncio.Transport
+        self._open = False
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []  # of the body, not taken yet
@@ -129,6 +128,8 @@ class EngineConnection(asyncio.Protocol):
         head = "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"])
         if head.count("\n") != len(lines) + 2 or head.count("\r") != len(lines) + 2:
             raise ValueError("a header has more than one line")
+        if not self._open:
+            await self._more()  # raises why
         self.headers = CIMultiDict()
         self._head_bytes, self._headed, self._ended, self._reusable = 0, False, False, False
         self._taker = None
@@ -154,7 +155,7 @@ class EngineConnection(asyncio.Protocol):
             self._taker = at_once
             await self._more()
         self._pieces, self._unread = [], 0
-        if self._paused and not self._transport.is_closing():
+        if self._paused and self._open:
             self._paused = False
             self._transport.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -168,13 +169,14 @@ class EngineConnection(asyncio.Protocol):
 
     def usable(self) -> bool:
         """Whether an idle connection may carry a turn. False: it is closed now."""
-        if self._loop.time() < self._idle_since + KEEPALIVE_SECONDS and not self._transport.is_closing():
+        if self._open and not self._transport.is_closing() and self._loop.time() < self._idle_since + KEEPALIVE_SECONDS:
             return True
         self.abort()
         return False
 
     def abort(self) -> None:
-        self._transport.abort()
+        if self._open:
+            self._transport.abort()
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,14 +194,18 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._open = True
 
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-            self._lost = ValueError(f"an answer that is no HTTP ({type(error).__name__})")
-            self._transport.abort()
-        if self._unread > _UNREAD and not self._paused:
+            self._lose(ValueError(f"an answer that is no HTTP ({type(error).__name__})"))
+        if not self._headed:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
+                self._lose(ValueError("an answer whose head is too long"))
+        if self._unread > _UNREAD and not self._paused and self._open:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
@@ -209,8 +215,13 @@ class EngineConnection(asyncio.Protocol):
             self._ended = True
         elif self._lost is None:
             self._lost = exc or ConnectionResetError("it closed the connection")
-        self._reusable = False
+        self._open = self._reusable = False
+        del self._parser, self._transport  # they refer to this connection
         self._wake()
+
+    def _lose(self, error: ValueError) -> None:
+        self._lost = error
+        self.abort()
 
     def _until_closed(self) -> bool:
         """Whether the end of the connection is the end of the answer (RFC 9112, 6.3)."""
@@ -234,9 +245,6 @@ class EngineConnection(asyncio.Protocol):
             raise ValueError("an answer that was not asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > _HEAD_BYTES:
-            raise ValueError("the head is too long")
         self.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:

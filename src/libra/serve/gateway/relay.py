@@ -60,7 +60,7 @@ async def relay(
     address = engine.address
     response: web.StreamResponse | None = None
     try:
-        async with attempt, await connections.to(address.origin) as answer:
+        async with attempt, await connections.to(address.endpoint) as answer:
             await answer.post(address.path + path, {"Host": address.host, **_SENT, **headers}, body)
             if stream and answer.status == 200 and answer.content_type == EVENT_STREAM:
                 response = web.StreamResponse(
