@@ -26,7 +26,7 @@ from libra.serve.connections import Connections
 
 KEEPALIVE_SECONDS = 4.0  # of an idle connection: vLLM closes it after 5, and a turn at that moment would be lost
 _CONNECT_SECONDS = 5.0  # until an engine accepts a connection
-_HEAD_BYTES = 64 * 2**10  # of an unfinished head, at most
+_HEAD_BYTES = 64 * 2**10  # of an answer's head, at most
 _UNREAD = 2**18  # bytes
 _JOINED = 2**16  # bytes of a body that is sent in one piece with its head
 
@@ -202,7 +202,7 @@ class EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
             self._lose(ValueError(f"an answer that is no HTTP ({type(error).__name__})"))
         if not self._headed:
-            self._head_bytes += len(data)
+            self._head_bytes += len(data)  # of a header that has not ended
             if self._head_bytes > _HEAD_BYTES:
                 self._lose(ValueError("an answer whose head is too long"))
         if self._unread > _UNREAD and not self._paused and self._open:
@@ -245,6 +245,9 @@ class EngineConnection(asyncio.Protocol):
             raise ValueError("an answer that was not asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > _HEAD_BYTES:
+            raise ValueError("an answer whose head is too long")
         self.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:
