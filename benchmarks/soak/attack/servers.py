@@ -79,7 +79,7 @@ def started(*words: object, files: int | None = None) -> Iterator[Server]:
 
 @contextmanager
 def answering(command: Sequence[str], base: str) -> Iterator[None]:
-    """A program of others, which does not say when it is ready."""
+    """A program of others, which lacks the following when it is ready."""
     ours = os.getpid()
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=lambda: die_with(ours)
