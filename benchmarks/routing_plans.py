@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command import command_line, show
-from benchmarks.evaluation.engines import a800_nodes, profiles_of
 from benchmarks.evaluation.oracle import Oracle
+from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.rollout_price_cases import TESTED, make_case
 from benchmarks.rows import Row
 from libra.config.recipe import Recipe
