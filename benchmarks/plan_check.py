@@ -22,8 +22,7 @@ from statistics import fmean
 from time import process_time
 
 from benchmarks.command import command_line
-from benchmarks.plan_check_questions import questions
-from benchmarks.plan_check_rivals import rivals
+from benchmarks.plan_check_questions import questions, rivals
 from benchmarks.rows import Row, report
 from libra.choose.choice import choose_plan
 from libra.choose.effort import Effort

@@ -19,6 +19,7 @@ import os
 import resource
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.command import command_line, processor_seconds
-from benchmarks.rows import Row, at_least, at_most, report
+from benchmarks.command import command_line, processor_seconds, show
+from benchmarks.rows import Row, at_least, at_most
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.cost.sources.tables import _configuration
@@ -250,14 +251,14 @@ _PARTS: dict[str, Callable[[int, bool], Iterator[Row]]] = {
 }
 
 
-def main() -> None:
-    parser = command_line("search", __doc__, quick="a tenth of everything: whether it runs")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", choices=_PARTS)
-    given = parser.parse_args()
-    kept = [make for name, make in _PARTS.items() if given.only in (None, name)]
-    report([row for make in kept for row in make(given.jobs, given.quick)], given.json)
+def rows(options: Namespace) -> Iterator[Row]:
+    for name, make in _PARTS.items():
+        if options.only in (None, name):
+            yield from make(options.jobs, options.quick)
 
 
 if __name__ == "__main__":
-    main()
+    parser = command_line("search", __doc__, quick="a tenth of everything: whether it runs")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", choices=_PARTS)
+    show(parser, rows)

@@ -13,8 +13,7 @@ from typing import Any
 
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice, router
-from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
-from benchmarks.evaluation.oracle import Oracle
+from benchmarks.evaluation.oracle import Foreseeing, Foresight, Foretold, Oracle
 from benchmarks.evaluation.setting import Setting
 from libra.choose.choice import choose_plan
 from libra.choose.confirmation import simulated_gain
