@@ -439,7 +439,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "half a node",
         Asked(options=("--what-if", "gpus=12")),
         2,
-        ("--what-if gpus=12", "give a positive multiple of it"),
+        ("--what-if gpus=12", "give a positive multiple of this number"),
     ),
     ("no assumption", Asked(options=("--what-if", "more")), 2, ("--what-if more: give KEY=VALUE",)),
     (

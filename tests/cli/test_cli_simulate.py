@@ -309,7 +309,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     (
         "quantised experts of a model without",
         group(quantization="mxfp4"),
-        ("engines.0.quantization is mxfp4, which is of routed experts", "Qwen/Qwen3-14B has none: take another one"),
+        ("engines.0.quantization is mxfp4, which is for routed experts", "but Qwen/Qwen3-14B has none: choose another"),
     ),
     ("an unknown KV type", group(kv_cache_dtype="int4"), ("engines.0.kv_cache_dtype: Input should be 'auto', ",)),
     ("no seats", group(max_num_seqs=0), ("engines.0.max_num_seqs: Input should be greater", "(got 0)")),
