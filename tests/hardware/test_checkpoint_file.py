@@ -229,7 +229,7 @@ def test_engines_store_what_the_checkpoint_does_unless_a_key_says_otherwise() ->
     assert AS_STORED.weight_bytes(plain) == Quantization("bf16").weight_bytes(eight)
     assert AS_STORED.note(plain) is None
     assert "in its checkpoint's format: fp8 (attention in 16 bits)" in (AS_STORED.note(eight) or "")
-    assert "in bf16, by the key quantization" in (Quantization("bf16").note(eight) or "")
+    assert "in bf16 (key quantization)" in (Quantization("bf16").note(eight) or "")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_field_that_changes_a_shape_and_is_not_read_is_told(tmp_path: Path) ->
     _, notes = read(tmp_path, CONFIGS["qwen3"] | {"side_network_dim": 7, "num_side_heads": 3, "comment": "none"})
     assert notes == [
         f"{tmp_path.name}: fields not read: side_network_dim, num_side_heads; "
-        "compare the number of parameters, since these may change the shape"
+        "compare the number of parameters: these may change the shape"
     ]
     without = {key: value for key, value in CONFIGS["gemma3_text"].items() if key != "head_dim"}
     _, notes = read(tmp_path, without)

@@ -363,7 +363,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("no first layer", config("deepseek-ai/DeepSeek-V3", first_k_dense_replace=None),
      "first_k_dense_replace: this field"),
     ("heads that do not divide", config("Qwen/Qwen2.5-7B", num_attention_heads=30, num_key_value_heads=6),
-     "head_dim: this field is required, for"),
+     "head_dim: this field is required, since"),
     ("negative", config(hidden_size=-5120), "hidden_size: expected a whole number of 1 or more (got -5120)"),
     ("fraction", config(hidden_size=5120.0), "hidden_size: expected a whole number of 1 or more (got 5120.0)"),
     ("true", config(hidden_size=True), "hidden_size: expected a whole number of 1 or more (got True)"),

@@ -71,8 +71,7 @@ class Quantization:
             return None
         if self.weights(model) is own:
             return f"engines store {model.name} in its checkpoint's format: {own.described}"
-        return f"engines store {model.name} in {self.quantization}, by the key quantization; its checkpoint is "
-        f"{own.described}"
+        return f"engines store {model.name} in {self.quantization} (key quantization); its checkpoint: {own.described}"
 
     def kv_number(self, model: ModelSpec) -> NumberFormat:
         own = model.stored
@@ -95,8 +94,7 @@ class Quantization:
                 f"none: choose another"
             )
         if self.kv_number(model) == KV_FORMATS["nvfp4"] and model.latent:
-            return f"kv_cache_dtype is nvfp4, which needs keys and values, but {model.name} has latent vectors: "
-            "choose fp8"
+            return f"kv_cache_dtype is nvfp4, but {model.name} has latent vectors, not keys and values: choose fp8"
         return None
 
     def tp_refusal(self, model: ModelSpec, tp: int, routed: bool = True) -> str | None:
@@ -118,8 +116,7 @@ class Quantization:
                 widths.append(("shared experts", "shared", model.experts.shared_intermediate))
         for field, kind, width in widths:
             if stored.kept.of(kind) < 1 and kind not in own and width % (tp * block):
-                remedy = "choose a smaller tp, or expert parallelism (ep)" if kind == "experts" else "choose a "
-                "smaller tp"
+                remedy = f"choose a smaller tp{', or expert parallelism (ep)' if kind == 'experts' else ''}"
                 return f"weight_block_size is {block}: tp {tp} cuts {field} {width:,} within a block; {remedy}"
         return None
 

@@ -116,8 +116,7 @@ def _unread(top: Fields) -> Iterator[str]:
     """Notes on fields that may change the shape: unread fields, and absent fields with their assumed values."""
     unread, assumed = list(top.unread()), [f"{field} {value}" for field, value in top.assumed()]
     if unread:
-        yield f"fields not read: {', '.join(unread)}; compare the number of parameters, since these may change "
-        "the shape"
+        yield f"fields not read: {', '.join(unread)}; compare the number of parameters: these may change the shape"
     if assumed:
         yield f"absent fields, with assumed values: {', '.join(assumed)}"
 
