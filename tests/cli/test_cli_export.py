@@ -54,11 +54,9 @@ def test_the_explanation_says_what_the_framework_costs(plans: Path, tmp_path: Pa
 
 def test_what_cannot_be_expressed_is_refused_with_the_remedy(plans: Path, tmp_path: Path) -> None:
     anything, exported = plans / "any.json", ("export", plans / "verl.json")
-    remedy = "verl cannot express that; plan again with --for verl"
+    remedy = "verl cannot express this; plan again with --for verl"
     assert_refused(libra("export", anything, "--for", "verl"), "there are engines of 4 and 8 GPUs", remedy)
-    assert_refused(
-        libra(*exported, "--for", "libra"), "nothing has to be exported for libra: give the plan to libra run"
-    )
+    assert_refused(libra(*exported, "--for", "libra"), "libra needs no export: give the plan to libra run")
     assert_refused(libra(*exported, "--for", "verll"), "unknown framework 'verll'; did you mean verl?")
     assert_refused(libra("plan", *QUESTION, *QUICK, "--for", "verll"), "unknown framework 'verll'; did you mean verl?")
     engines = EXAMPLES / "engines.yaml"
@@ -102,7 +100,7 @@ def test_engines_that_no_line_starts_are_refused_by_their_key(tmp_path: Path) ->
     engine = {"name": "one", "model": "Qwen/Qwen3-0.6B", "gpu": "A100", "profile": "roofline"}
     node = {"gpus": 4, "inter_bandwidth": "200 Gb/s"}
     for changes, message in (
-        ({"afd": {"attention": 4, "ffn": 4, "bandwidth": 25e9, "latency": 1e-6}}, "engines[0].afd: vllm serve keeps"),
+        ({"afd": {"attention": 4, "ffn": 4, "bandwidth": 25e9, "latency": 1e-6}}, "engines[0].afd: vllm serve cannot"),
         ({"tensor_parallel_size": 8, "node": node}, "engines[0].count: an engine takes 8 GPUs and a node has 4"),
     ):
         path.write_text(yaml.safe_dump({"engines": [engine | changes]}))

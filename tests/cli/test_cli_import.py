@@ -108,7 +108,7 @@ def test_engines_are_simulated_on_a_log_of_others(tmp_path: Path, name: str) -> 
     log = sample(tmp_path, name)
     result = libra("simulate", ENGINES, "-t", log, "--unknown-tool-seconds", 1, "--json")
     assert result.exit_code == 0, result.stderr
-    assert f"note: {log}: read as {name}, which does not say" in result.stderr
+    assert f"note: {log}: read as {name}, which lacks the following" in result.stderr
 
 
 PUBLIC = sorted((DATA / "traces").glob("*.*"))  # small files as others publish them, where they are at hand
@@ -182,7 +182,7 @@ def test_a_cluster_is_planned_from_a_log_of_others(tmp_path: Path) -> None:
         *("--no-simulation", "--json", "--longest-tool-call", 5),
     )
     assert result.exit_code == 0, result.stderr
-    assert f"note: {log}: read as verl, which does not say" in result.stderr
+    assert f"note: {log}: read as verl, which lacks the following" in result.stderr
 
 
 def test_a_log_is_summed_up_as_it_is(tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "a reward that is no number",
         Asked(log=TWENTY + lines({**TRAJECTORY, "reward": float("nan")})),
         2,
-        ("log.jsonl:21: ", "reward must be finite, or null where there is none"),
+        ("log.jsonl:21: ", "reward must be finite, or null if there is none"),
     ),
     (
         "tokens below none",

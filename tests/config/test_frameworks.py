@@ -58,7 +58,7 @@ def test_a_written_recipe_reads_back_with_the_origin_of_its_router(changes: dict
 
 REFUSED = [
     ({"framework": "verll"}, "unknown framework 'verll'; did you mean verl?"),
-    ({"framework": "verl", "mode": "colocated"}, "mode is colocated, but plans for verl"),
+    ({"framework": "verl", "mode": "colocated"}, "mode is colocated, but verl"),
     ({"framework": "trl", "prefill_decode": True}, "prefill_decode is true, but trl has no"),
     ({"framework": "slime", "staleness": 2}, "staleness is 2, but slime bounds it by 1 at most"),
 ]

@@ -87,7 +87,7 @@ BAD = [
     (
         "option of an environment",
         change("environment.url", "http://127.0.0.1:1"),
-        "environment: unknown key 'url'; put what the environment itself reads under options",
+        "environment: unknown key 'url'; put the environment's own keys under options",
     ),
     ("typo in the environment", change("environment.optoins", {}), "environment.optoins: unknown key 'optoins'; did"),
     ("typo in an engine", change("engines.short.max_modle_len", 64), "did you mean max_model_len?"),
@@ -123,7 +123,7 @@ BAD = [
     (
         "one process is sharded",
         change("training.sharding", "fsdp2"),
-        "training: sharding fsdp2 divides a replica among its processes, and it has one: set processes to 2",
+        "training: sharding fsdp2 divides a replica among its processes, but processes is 1: set processes to 2",
     ),
     ("unknown sharding", change("training.sharding", "fsdp"), "training.sharding: Input should be 'none' or 'fsdp2'"),
     ("port", change("cluster.port", 70000), "cluster.port: Input should be less than or equal to 65535"),

@@ -79,7 +79,7 @@ def test_every_fifth_task_is_held_out_whatever_the_seed(tmp_path: Path) -> None:
     assert set(made.prompts("heldout", 4, 2)) == set(heldout)
     assert made.prompts("train", 3, 1) == train[:3] != made.prompts("train", 3, 2)
     assert isinstance(train[0], Prompt)
-    with pytest.raises(ConfigError, match=r"environment\.heldout_prompts is 5, and that split has 4 of 20 tasks"):
+    with pytest.raises(ConfigError, match=r"environment\.heldout_prompts is 5, but this split has 4 of 20 tasks"):
         made.prompts("heldout", 5, 1)
 
 

@@ -83,7 +83,7 @@ def test_no_more_sessions_are_open_than_the_server_has(server: OpenEnvServer, tm
     assert [it.reward for it in episodes] == [1.0] * 5
     assert server.peak == 2
     assert server.empties()
-    with pytest.raises(EpisodeFailedError, match=r"at capacity: 2/2 \(CAPACITY_REACHED\); give sessions, as many"):
+    with pytest.raises(EpisodeFailedError, match=r"at capacity: 2/2 \(CAPACITY_REACHED\); set sessions to"):
         play(made(f"{server.url}/sums", tasks=10, observation="text", sessions=9), tmp_path, *["A9;"] * 9, episodes=9)
 
 
@@ -111,8 +111,8 @@ def test_options_that_cannot_do_are_refused(server: OpenEnvServer) -> None:
     refused = {
         r"url: http://127.0.0.1:1 does not answer \(.*\): start its server": {"url": "http://127.0.0.1:1"},
         r"/other/schema answers 404: give the URL of an OpenEnv server": {"url": f"{server.url}/other"},
-        r"action: nothing is given, and there are left, right, metadata: name one": {"url": f"{server.url}/two"},
-        r"action: middle is given, and there are left": {"url": f"{server.url}/two", "action": "middle"},
+        r"action: nothing is given, but the fields are left, right, metadata: name one": {"url": f"{server.url}/two"},
+        r"action: middle is given, but the fields are left": {"url": f"{server.url}/two", "action": "middle"},
         r"observation: words is given": {"url": f"{server.url}/sums", "observation": "words"},
     }
     for message, options in refused.items():

@@ -71,7 +71,7 @@ def test_the_text_of_a_plan(name: str) -> None:
 def test_states_on_the_host_are_written_or_told() -> None:
     texts = {name: export(plan_for(name, offload_optimiser=True), name).text for name in ("slime", "prime-rl", "verl")}
     assert "--optimizer-cpu-offload" in texts["slime"] and "optim_cpu_offload = true" in texts["prime-rl"]
-    told = {name: "this does not say: offload_optimiser True" in text for name, text in texts.items()}
+    told = {name: "not in this file: offload_optimiser True" in text for name, text in texts.items()}
     assert told == {"slime": False, "prime-rl": False, "verl": True}
 
 
@@ -212,7 +212,7 @@ def mixed_plan() -> Plan:
 
 REFUSED = [
     ("verl", mixed_plan, r"there are engines of 1 and 2( and \d)? GPUs: verl .*; plan again with --for verl"),
-    ("trl", lambda: plan_for("slime"), r"training is tp\d .*, which is not of FSDP: trl cannot express that"),
+    ("trl", lambda: plan_for("slime"), r"training is tp\d .*, which is not a layout of FSDP: trl cannot express this"),
     ("verl", lambda: plan_for(None, mode="colocated"), "training and rollout share .* mode async and --for"),
     ("slime", lambda: plan_for(None, staleness=3), "staleness is 3: .* plan again with staleness 1 and --for slime"),
     ("verll", lambda: plan_for("verl"), r"unknown framework 'verll'; did you mean verl\?"),
@@ -227,7 +227,7 @@ def test_what_a_framework_cannot_express_is_refused_by_its_part(name: str, made:
 
 def test_a_loan_is_refused() -> None:
     plan = replace(plan_for(None), loans=(Loan("chat", "chat/tp1@0.8", 0.8, 1, 0.5, 0.1),))
-    with pytest.raises(ExportError, match="engines of pool chat are lent: verl cannot express that"):
+    with pytest.raises(ExportError, match="engines of pool chat are lent: verl cannot express this"):
         export(plan, "verl")
 
 
@@ -237,7 +237,7 @@ def test_nodes_of_two_sizes_are_refused_where_there_is_one_key(name: str) -> Non
     plan = Planner(Cluster((A800, four)), QWEN_14B, recipe_for(name)).plan(CLASSES)
     pools = {group.role: group.pool for group in plan.placement}
     assert len(set(pools.values())) == 2
-    with pytest.raises(ExportError, match=rf"GPUs, nodes that generate \d: {name} has one number for both"):
+    with pytest.raises(ExportError, match=rf"GPUs, nodes that generate \d: {name} has one setting for both"):
         export(plan, name)
     text = export(plan, "skyrl").text
     assert "trainer.placement.policy_num_nodes=2" in text
@@ -246,12 +246,12 @@ def test_nodes_of_two_sizes_are_refused_where_there_is_one_key(name: str) -> Non
 def test_what_the_text_does_not_say_is_named() -> None:
     plan = Planner(CLUSTER, QWEN_14B, recipe_for("verl", rollout_dtype="fp8", reference="resident")).plan(CLASSES)
     text = export(plan, "verl").text
-    assert "this does not say: rollout_dtype fp8, reference resident" in text
+    assert "not in this file: rollout_dtype fp8, reference resident" in text
     lines = export(replace(plan, request=plan.request), "vllm").text
     assert "--quantization fp8" in lines
     assert "rollout_dtype" not in lines
 
 
 def test_a_router_of_ones_own_goes_before_the_engines() -> None:
-    assert "put `libra route` before the engines" in export(plan_for("slime", router="cmlfq"), "slime").text
+    assert "put `libra route` in front of the engines" in export(plan_for("slime", router="cmlfq"), "slime").text
     assert "libra route" not in export(plan_for("slime"), "slime").text

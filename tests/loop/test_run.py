@@ -544,7 +544,7 @@ async def test_a_run_ends_when_nobody_is_left_for_its_evaluation(runs: Runs) -> 
     config = runs.config("nobody")
     task = runs.start(config)
     runs.launcher.prepared = Succession(dict.fromkeys(WORKERS, NO_TURN), dict.fromkeys(WORKERS, NO_ENGINE))
-    with pytest.raises(InfeasiblePlanError, match=r"that are left do not become train 1 \| long 1"):
+    with pytest.raises(InfeasiblePlanError, match=r"the remaining workers do not become train 1 \| long 1"):
         await task
 
 

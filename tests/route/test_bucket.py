@@ -109,7 +109,7 @@ def test_a_turn_that_nothing_longer_can_take_stays(rule: type[Bucketed]) -> None
     policy, request = rule(), TurnRequest("t", "p", 10, 10)
     policy.place(request, view(A0))
     there = policy.bucket_overrun(request, 91, view(A0, B0))
-    assert there == Placement("a0", 0, False, "holds the prefix; bucket 1 has no instance that holds it", ask_again=991)
+    assert there == Placement("a0", 0, False, "holds the prefix; no instance of bucket 1 holds the turn", ask_again=991)
     assert policy.bucket_overrun(request, 991, view(A0, B0)) is None  # neither holds as much
 
 
@@ -131,7 +131,7 @@ def test_a_trajectory_that_found_no_room_is_placed_when_there_is_some(rule: type
     placement = policy.tool_returned(request, OK, view(C1))
     assert placement is not None
     assert placement.instance == "c1" and not placement.migrated
-    assert placement.reason == f"{rule.REASON}; bucket 0 has no instance that holds it"
+    assert placement.reason == f"{rule.REASON}; no instance of bucket 0 holds the turn"
 
 
 # Every decision, over random sessions.

@@ -159,7 +159,7 @@ def test_what_outlived_all_evidence_is_taken_to_go_on_as_long_again() -> None:
 
 
 def test_no_evidence_is_no_distribution() -> None:
-    with pytest.raises(ValueError, match="needs one above 0"):
+    with pytest.raises(ValueError, match="needs a sum above 0"):
         made([0.0] * BINS)
     with pytest.raises(ValueError, match="a share lies between"):
         Remaining.about(5).quantile(1.5)

@@ -1,4 +1,4 @@
-"""The best plan of each kind: candidates that prices may misrank, so simulations compare them.
+"""Candidates: the best plan of each kind. Prices may rank them wrongly, so simulations compare them.
 
 Invariant: every candidate is the optimum of the problem with one decision fixed, so it is on the menu and fits.
 """
@@ -17,7 +17,8 @@ from libra.plan.solution import Solution
 
 ONE_SIZE = "one engine size"
 MOST = 6  # candidates
-# Assumed multiple of the best predicted step beyond which only the best plan with one engine size is simulated.
+# Candidates with longer predicted steps than this multiple of the best are not simulated, except the best plan with one
+# engine size. Assumed.
 _HOPELESS = 1.25
 
 Solve = Callable[[Problem], Solution]
@@ -25,7 +26,7 @@ Solve = Callable[[Problem], Solution]
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The optimum of its kind, with the bound and status of the whole problem."""
+    """The best plan of a kind, with the bound and status of the whole problem."""
 
     kind: str
     solution: Solution
@@ -67,7 +68,7 @@ def _kinds(menu: Menu, best: Solution, solved: Solve) -> Iterator[tuple[str, All
     if single is not None:
         yield ONE_SIZE, single
     yield "shortest predicted step", best.allocation
-    # An imperfect router may still do better than its price, so ranges are proposed as for a perfect one.
+    # An imperfect router may do better than its price, so ranges are proposed as for a perfect router.
     perfect = (max(problem.recall_possible),)
     unerring = replace(problem, recall_known=perfect, recall_possible=perfect, current=None)
     for most in range(2, 1 + (problem.most_buckets or len(problem.peaks))):

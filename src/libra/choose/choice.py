@@ -1,7 +1,7 @@
 """Chooses a plan by simulation: the solver proposes candidates, and simulations of whole runs decide.
 
-Invariant: the promised step was simulated under the plan's router, on the same draws as all other candidates. The same
-arguments give the same plan if the race has enough time to end.
+Invariant: the promised step is simulated under the plan's router, on the same draws as all other candidates. Equal
+arguments give equal plans if the race has enough time to end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from libra.route.policy import Policy
 from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
 
-_PROMISED = (3, 8)  # samples of the chosen plan behind its promised step: at least, and if there is time
-_RACE = 0.7  # share of the time for the race; the rest is for more samples of the chosen plan
+_PROMISED = (3, 8)  # samples of the chosen plan for its promised step: the minimum, and the number if time permits
+_RACE = 0.7  # share of the time for the race; the remaining time is for more samples of the chosen plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ChoiceProgress:
     """Progress of a choice."""
 
     words: str
-    done: int = 0  # runs of this round
+    done: int = 0  # number of runs in this round
     of: int = 0
 
 
@@ -54,10 +54,10 @@ def choose_plan(
 ) -> Plan:
     """The plan with the shortest simulated step among the best of each kind (`candidates`), with its finalists.
 
-    `log` are the trajectories behind the request's statistics; groups are drawn from the finished ones. `router` is an
-    untrained policy, by default the recipe's; it learns from the log first. `placed` groups stay where possible. Raises
-    `InfeasiblePlanError` when no plan exists, and ValueError if no trajectory of the log is finished or one fits no
-    engine.
+    `log` has the trajectories behind the request's statistics; groups are drawn from the finished ones. `router` is an
+    untrained policy, by default the recipe's; it first learns from the log. `placed` groups stay on their devices if
+    possible. Raises `InfeasiblePlanError` if no plan exists, and ValueError if the log has no finished trajectory, or
+    one that fits no engine.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(request.recipe.router, seed=effort.seed) if router is None else router
@@ -96,8 +96,9 @@ def choose_plan(
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
-    """The simplest plan not clearly slower than the fastest; of equally simple ones the fastest. A plan with several
-    engine sizes must be clearly faster, as it depends on its router."""
+    """The simplest plan that is not clearly slower than the fastest; among equally simple plans, the fastest. A plan
+    with several engine sizes must be clearly faster, since it depends on its router.
+    """
     order = standings.finalists
     return min(standings.equals, key=lambda it: (kinds[it].simplicity, order.index(it)))
 
@@ -105,7 +106,7 @@ def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
 def _finalists(
     standings: Standings, kinds: Sequence[Proposed], chosen: int, router: str, steps: int, seed: int
 ) -> tuple[Finalist, ...]:
-    """The chosen plan, then the others by simulated step, or by predicted step if they were not simulated."""
+    """The chosen plan, then the other plans by simulated step; plans that were not simulated by predicted step."""
 
     def finalist(index: int) -> Finalist:
         its, samples = kinds[index], standings.samples[index]

@@ -1,6 +1,6 @@
 """Simulates a change of plans before it is made.
 
-Invariant: both plans run on the same draws, and their routers begin with the same learned state.
+Invariant: both plans run on the same draws, and both routers begin with the same learned state.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def simulated_gain(
     router: Policy | None = None,
     effort: Effort | None = None,
 ) -> SimulatedGain:
-    """Seconds of a step that `proposed` saves over `current`, by prices and by simulated whole runs on groups drawn
-    from `log`: the difference by which `choose_plan` ranks plans (`race.Standings.gap`).
+    """Seconds per step that `proposed` saves over `current`, from prices and from simulated runs on groups drawn from
+    `log`.
 
-    Pairs of samples are drawn until the gain is clearly nonzero or surely negligible, within the effort. `router` is an
-    untrained policy, by default the recipe's. Raises ValueError as `libra.sim.of_plan.run_of`.
+    `choose_plan` ranks plans by the same difference (`race.Standings.gap`). Pairs of samples are drawn until the gain
+    is clearly nonzero or certainly negligible, within the effort. `router` is an untrained policy, by default the
+    recipe's. Raises ValueError like `libra.sim.of_plan.run_of`.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(proposed.of_cluster.recipe.router, seed=effort.seed) if router is None else router
@@ -54,8 +55,9 @@ def simulated_gain(
 
 
 def _for_the_same(current: Plan, proposed: Plan) -> Solution:
-    """The current plan, priced for the work of the proposed one, since its own prediction may be for other lengths. If
-    it does not fit that work, its own prediction is used."""
+    """The current plan with a price for the work of the proposed plan, since its own prediction may be for other
+    lengths. If the plan does not fit this work, its own prediction is used.
+    """
     problem = proposed.of_cluster.menu().problem
     if infeasibility(problem, current.allocation) is not None:
         return current.solution

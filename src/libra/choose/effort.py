@@ -1,4 +1,4 @@
-"""The allowed effort of comparing plans by simulation."""
+"""The effort allowed for comparing plans by simulation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from libra.choose.race import MOST_SAMPLES
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits, processes and seed of a comparison by simulation. With `seconds` inf the same arguments give the same
-    result on any machine."""
+    """Limits, processes and seed of a comparison by simulation. With infinite `seconds`, equal arguments give equal
+    results on any machine.
+    """
 
-    seconds: float = inf  # wall time of the race; inf: until it is decided
+    seconds: float = inf  # wall time of the race; inf: until the race is decided
     jobs: int = 1  # processes
-    seed: int = 0  # of the draws, and of policies that draw
-    samples: int = MOST_SAMPLES  # of a plan in the race, at most
+    seed: int = 0  # seed of the draws, and of policies that draw
+    samples: int = MOST_SAMPLES  # limit on the samples of a plan in the race
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ValueError(f"samples is {self.samples}; a plan needs 1 or more to be compared")
+            raise ValueError(f"samples is {self.samples}; give 1 or more, as a comparison needs samples")

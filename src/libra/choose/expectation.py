@@ -1,4 +1,4 @@
-"""Expected steps of plans before they are simulated: their prices with errors."""
+"""Expected steps of plans before simulation: their prices with errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from libra.choose.race import Expected
 from libra.plan.solution import Solution
 
-# Assumed standard errors of predicted steps, relative to a step: for plans with the number of engine sizes of the first
-# plan, and for others.
+# Assumed standard errors of predicted steps, relative to a step: for plans with as many engine sizes as the first plan,
+# and for others.
 _PRICE_ERROR, _SIZES_ERROR = 0.04, 0.12
 
 
 def expected_steps(plans: Sequence[Solution]) -> list[Expected]:
-    """Predicted steps and their errors. An error is larger if the plan has another number of engine sizes than the
-    first: the difference then depends on the router."""
+    """Predicted steps and their errors. The error is larger for a plan with another number of engine sizes than the
+    first plan, since the difference then depends on the router.
+    """
     buckets = len(plans[0].allocation.buckets)
     errors = [_PRICE_ERROR if len(it.allocation.buckets) == buckets else _SIZES_ERROR for it in plans]
     return [Expected(it.predicted.step, error) for it, error in zip(plans, errors, strict=True)]

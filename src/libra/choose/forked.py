@@ -1,7 +1,7 @@
-"""Forked processes that simulate beside this one.
+"""Forked processes that simulate in parallel with this process.
 
-Invariant: a process has what its work refers to by being forked; only arguments and results are sent. None outlives the
-one that waits for its answers, and all end at once with the context that they were made for.
+Invariant: a forked process inherits all data that its work needs; only arguments and results are sent. No process
+outlives the parent that waits for its answers, and all end with the context that made them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Fork(Generic[A, R]):
-    """A process that calls `work` on one argument after the other."""
+    """A process that calls `work` on one argument after another."""
 
     def __init__(self, work: Callable[[A], R]) -> None:
         context = get_context("fork")
@@ -32,11 +32,13 @@ class Fork(Generic[A, R]):
         self.connection.send(argument)
 
     def answer(self) -> R:
-        """The next result. Raises what the work raised, and RuntimeError if the process has ended."""
+        """The next result. Raises the exception of the work, and RuntimeError if the process has ended."""
         try:
             result, error = self.connection.recv()
         except EOFError:
-            raise RuntimeError("a process that simulates has ended before it answered") from None
+            raise RuntimeError(
+                "a simulation process ended before it answered: run again with fewer --jobs, or more memory"
+            ) from None
         if error is not None:
             raise error
         found: R = result
@@ -49,7 +51,7 @@ class Fork(Generic[A, R]):
 
 
 def _answer(connection: Connection, work: Callable[[A], R]) -> None:
-    # The process that waits for the answers is interrupted, and ends this one by SIGTERM.
+    # The parent handles the interrupt, and ends this process by SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:
@@ -65,8 +67,9 @@ def _answer(connection: Connection, work: Callable[[A], R]) -> None:
 
 @contextmanager
 def mapping(work: Callable[[A], R], jobs: int) -> Iterator[Callable[[Sequence[A]], Iterator[R]]]:
-    """Yield a function that maps `work` over arguments, in their order: in up to `jobs` processes, forked when they are
-    needed, or here with one job. All results of a call are to be taken before the next."""
+    """Yield a function that maps `work` over arguments, in order: in up to `jobs` processes, forked when needed, or in
+    this process with one job. Take all results of a call before the next call.
+    """
     forks: list[Fork[A, R]] = []
 
     def mapped(arguments: Sequence[A]) -> Iterator[R]:

@@ -1,7 +1,7 @@
-"""Offered clusters, compared for a job of many optimiser steps: its days, its dollars, and which to take.
+"""Comparison of offered clusters for a job of many optimiser steps, by days and dollars.
 
-Invariant: the cheapest and the fastest were simulated, unless simulation is left out. Every step is assumed to take as
-long as the plan's; drifting lengths change that.
+Invariant: the cheapest and the fastest offer are simulated, unless simulation is turned off. All steps are assumed to
+take as long as the plan's step, although drifting lengths change this.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; give the optimiser steps of the whole training, 1 or more")
+            raise ValueError(
+                f"steps is {self.steps}; give the number of optimiser steps of the whole training, 1 or more"
+            )
         if not self.deadline > 0:
             raise ValueError(f"deadline is {self.deadline:g} s; give more than 0")
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedCluster:
-    """A cluster with its plan; `refusal` says why there is none."""
+    """A cluster with its plan, or with `refusal`, the reason why it has no plan."""
 
     cluster: Cluster
     plan: Plan | None
@@ -44,14 +46,14 @@ class OfferedCluster:
         return f"{self.cluster.devices} {self.cluster.nodes[0].name}"
 
     def seconds(self, job: Job) -> float:
-        """Seconds of the whole job; inf without a plan."""
+        """Seconds of the whole job; infinite without a plan."""
         return inf if self.plan is None else job.steps * self.plan.step
 
     def gpu_hours(self, job: Job) -> float:
         return self.cluster.devices * self.seconds(job) / _HOUR
 
     def dollars(self, job: Job) -> float | None:
-        """Dollars of the whole job; None if the cost of a node is not known."""
+        """Dollars of the whole job; None if the cost of a node is unknown."""
         hourly = self.cluster.cost_per_hour
         return None if hourly is None else hourly * self.seconds(job) / _HOUR
 
@@ -69,7 +71,7 @@ class Comparison:
         return all(it.cluster.cost_per_hour is not None for it in self.offers)
 
     def cost(self, offer: OfferedCluster) -> float:
-        """Dollars, or GPU-hours where an offer has no cost; inf without a plan."""
+        """Dollars, or GPU-hours if an offer has no cost in dollars; infinite without a plan."""
         dollars = offer.dollars(self.job) if self.priced else None
         return offer.gpu_hours(self.job) if dollars is None else dollars
 
@@ -79,12 +81,14 @@ class Comparison:
 
     @property
     def cheapest(self) -> OfferedCluster | None:
-        """The cheapest offer in time; of equally cheap ones the fastest. None if none is in time."""
+        """The cheapest offer that meets the deadline; among equally cheap offers, the fastest. None if no offer meets
+        it.
+        """
         return min(self.in_time, key=lambda it: (self.cost(it), it.seconds(self.job)), default=None)
 
     @property
     def fastest(self) -> OfferedCluster | None:
-        """The fastest offer, even if it is late; None if no offer has a plan."""
+        """The fastest offer, even if it misses the deadline; None if no offer has a plan."""
         planned = [it for it in self.offers if it.plan is not None]
         return min(planned, key=lambda it: (it.seconds(self.job), self.cost(it)), default=None)
 
@@ -107,8 +111,9 @@ def compare_offers(
     simulated: Callable[[Cluster], Plan] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Plan for each cluster by prediction, then simulate the cheapest and the fastest until both are simulated offers:
-    a simulated step may be longer or shorter than predicted, and then another offer may come first."""
+    """Plan for each cluster by prediction, then simulate the cheapest and the fastest offer. Repeat until both are
+    simulated, since a simulated step may differ from its prediction and change the order.
+    """
     offers = []
     for number, cluster in enumerate(clusters, start=1):
         tell(f"planning for {cluster.devices} {cluster.nodes[0].name}: {number} of {len(clusters)}")

@@ -1,13 +1,13 @@
 """Finds the fastest of several contenders with few samples.
 
-Invariant: contenders are compared on their common samples, in order: sample k of each was made under the same
-conditions (common random numbers), so differences are paired.
+Invariant: contenders are compared on their common samples, in order. Sample k of all contenders has the same conditions
+(common random numbers), so differences are paired.
 
-Sequential halving (Karnin, Koren and Somekh, ICML 2013, "Almost optimal exploration in multi-armed bandits"): rounds of
-equal cost, after each of which the slower half drops out. Contender 0 is the control and stays to the end. Once only it
-and the fastest other one are left, both are sampled until they are separated. Ranks use posterior differences (`Gap`):
-a few noisy samples do not outweigh the expectation (Chick and Inoue, Operations Research 2001, "New two-stage and
-sequential procedures for selecting the best simulated system").
+The method is sequential halving (Karnin, Koren and Somekh, ICML 2013, "Almost optimal exploration in multi-armed
+bandits"): rounds of equal cost, after each of which the slower half drops out. Contender 0 is the control and stays to
+the end. When only the control and one other contender remain, both are sampled until they are separated. Ranks use
+posterior differences (`Gap`), so that a few noisy samples do not outweigh the expectation (Chick and Inoue, Operations
+Research 2001, "New two-stage and sequential procedures for selecting the best simulated system").
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from typing import Protocol
 from libra.choose.intervals import mean_and_error, student
 
 MOST_SAMPLES = 12  # of a contender
-_ALIKE = 0.01  # share of the control's seconds: contenders that differ by less are equals
-# Assumed standard deviation of a paired difference over the control's seconds, with the weight of an estimate of
-# `_NOISE_FREEDOM` degrees of freedom. The first few differences are often nearly equal by chance (Smyth 2004, "Linear
-# models and empirical Bayes methods": moderated variances).
+_ALIKE = 0.01  # share of the control's seconds; contenders that differ by less count as equal
+# Assumed standard deviation of a paired difference, relative to the control's seconds. It weighs like an estimate with
+# `_NOISE_FREEDOM` degrees of freedom, since the first few differences are often nearly equal by chance (Smyth 2004,
+# "Linear models and empirical Bayes methods": moderated variances).
 _NOISE, _NOISE_FREEDOM = 0.06, 2
 
 
 class Sampler(Protocol):
-    """Makes samples, in seconds, in a fixed order."""
+    """Source of samples, in seconds, in a fixed order."""
 
     def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
-        """Yield (contender, its first `wanted` samples) as soon as a contender has them."""
+        """Yield each contender with its first `wanted` samples, as soon as these exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Expected seconds of a contender, and their standard error relative to the control's seconds: above 0 for all but
-    the control. Errors of different contenders are independent."""
+    """Expected seconds of a contender, and their standard error relative to the control's seconds: 0 for the control,
+    above 0 for all others. Errors of different contenders are independent.
+    """
 
     seconds: float
     error: float
@@ -47,7 +48,9 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Seconds by which one contender is slower than another, by expectation and samples, and half the 95 % interval."""
+    """Seconds by which one contender is slower than another, from expectation and samples, and half of the 95 %
+    interval.
+    """
 
     seconds: float
     error: float
@@ -59,7 +62,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Standings:
-    """The samples of each contender; a contender may have none for lack of time."""
+    """Samples of each contender; a contender may have no samples if time ran out."""
 
     expected: tuple[Expected, ...]
     samples: tuple[tuple[float, ...], ...]
@@ -67,11 +70,11 @@ class Standings:
     cut_short: bool = False  # whether time ran out before the race was decided
 
     def slower(self, contender: int, than: int) -> tuple[float, float | None]:
-        """Mean difference over common samples, and half of its 95 % interval (None: a single sample)."""
+        """Mean difference over common samples, and half of its 95 % interval (None for a single sample)."""
         return mean_and_error(self._differences(contender, than))
 
     def gap(self, contender: int, than: int) -> Gap:
-        """The difference by samples and by expectation, two normal distributions weighed by their precisions."""
+        """The difference by samples and by expectation: two normal distributions, weighed by their precisions."""
         if contender == than:
             return Gap(0.0, 0.0)
         prior = self.expected[contender].seconds - self.expected[than].seconds
@@ -94,13 +97,15 @@ class Standings:
 
     @property
     def equals(self) -> tuple[int, ...]:
-        """The fastest finalist, and those slower by less than a hundredth of the control's expected seconds."""
+        """The fastest finalist, and finalists that are slower by less than a hundredth of the control's expected
+        seconds.
+        """
         fastest, *others = self.finalists
         return (fastest, *(it for it in others if self.gap(it, fastest).seconds < self._enough))
 
     @property
     def decided(self) -> bool:
-        """Whether each finalist is separated from the fastest, or surely its equal."""
+        """Whether each finalist is clearly slower than the fastest, or certainly equal to it."""
         fastest, *others = self.finalists
         gaps = [self.gap(it, fastest) for it in others]
         return all(it.separates or abs(it.seconds) + it.error < self._enough for it in gaps)
@@ -149,7 +154,7 @@ def race(
 
 
 def _faster_half(ranked: Sequence[int]) -> Sequence[int]:
-    """The control and the fastest others, together half of all and at least two."""
+    """The control and the fastest other contenders: half of all, and at least two."""
     half = max(min(2, len(ranked)), (len(ranked) + 1) // 2)
     return ranked[:half] if 0 in ranked[:half] else (*ranked[: half - 1], 0)
 

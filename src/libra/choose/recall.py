@@ -1,6 +1,6 @@
-"""Recall of a router: the share of each class's work that it routes out of buckets that are too short.
+"""Recall of a router: the share of each class's work that it does not route to a bucket that is too short.
 
-Invariant: the policy has learned from none of the prompts on which it is measured, unless the log has only one.
+Invariant: the policy is measured on prompts from which it has not learned, unless the log has only one prompt.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.result import SimulationResult
 from libra.trajectory import Trajectory
 
-# Weight of the worst class's recall in that of each class, in trajectories: a small log is no proof of a good recall.
+# Weight of the worst class's recall in the recall of each class, in trajectories: a small log does not prove a good
+# recall.
 _DOUBT = 8.0
 
 
 def halves(log: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The trajectories of every other prompt, and those of the rest; of a single prompt every other trajectory."""
+    """The trajectories in two halves: by alternating prompts, or by alternating trajectories of a single prompt."""
     prompts: dict[str, list[Trajectory]] = {}
     for trajectory in log:
         prompts.setdefault(trajectory.prompt_id, []).append(trajectory)
@@ -45,11 +46,12 @@ def halves(log: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Trajectory
 def measured_recall(
     plan: Plan, classes: Sequence[TrajectoryClass], log: Sequence[Trajectory], policy: Policy, seed: int = 0
 ) -> tuple[float, ...]:
-    """[class] share of the tokens after the first tool return that were generated in the class's own bucket or a longer
-    one. (A router may send a trajectory to a longer bucket when its own is busier.)
+    """[class] share of the tokens after the first tool return that are generated in the class's own bucket or a longer
+    one.
 
-    An untrained `policy` learns from one half of the log and routes a step of the plan drawn from the other. Classes
-    with few trajectories are shrunk towards the worst class. Empty if the log has no second half.
+    A longer bucket counts, since a router may use it when the class's own bucket is busier. An untrained `policy`
+    learns from one half of the log, and routes a step of the plan drawn from the other half. Classes with few
+    trajectories are shrunk towards the worst class. Empty if the log has no second half.
     """
     known, unknown = halves(it for it in log if it.finished)
     if not known or not unknown:
@@ -70,8 +72,8 @@ def with_recall(
 ) -> tuple[ClusterRequest, Menu, Solution]:
     """The request with the recall of its router, its menu, and the menu's optimum.
 
-    The recall is measured on the optimum for a perfect router, if that has several buckets; a recall in the recipe
-    stays. `measuring` is called before the measurement. Raises `InfeasiblePlanError`.
+    The recall is measured on the optimum for a perfect router, if this optimum has several buckets. A recall in the
+    recipe is kept. `measuring` is called before the measurement. Raises `InfeasiblePlanError`.
     """
     menu = request.menu()
     best = solve_loans(menu, solved)
@@ -88,8 +90,9 @@ def with_recall(
 def _by_class(
     result: SimulationResult, classes: Sequence[TrajectoryClass], limits: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """[class] tokens generated after the first return in the own bucket or a longer one; the total of such tokens; and
-    trajectories."""
+    """[class] tokens generated after the first return in the own bucket or a longer one; all tokens generated after the
+    first return; and number of trajectories.
+    """
     columns = result.requests
     final = np.zeros(len(columns.trajectories), dtype=np.int64)
     np.maximum.at(final, columns.trajectory, columns.prompt + columns.generated)
@@ -111,8 +114,9 @@ def _by_class(
 def shrunk(
     hits: NDArray[np.float64], tokens: NDArray[np.float64], trajectories: NDArray[np.float64]
 ) -> tuple[float, ...]:
-    """[class] recall, as if each class had `_DOUBT` more trajectories with the recall of the worst class; classes that
-    generated nothing after a return have the worst class's recall. 1 for all classes if none generated anything."""
+    """[class] recall, as if each class had `_DOUBT` more trajectories with the recall of the worst class. A class
+    without tokens after a return has the worst class's recall. All are 1 if no class has such tokens.
+    """
     seen = tokens > 0
     if not seen.any():
         return (1.0,) * len(tokens)

@@ -1,7 +1,7 @@
 """Simulations of whole runs of several plans.
 
 Invariant: all runs draw the same groups of trajectories in the same order, and each begins with its own copy of one
-policy. A run continues from its last step, so earlier steps are never simulated again.
+policy. A run continues from its last step, so no step is simulated twice.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from libra.sim.of_plan import run_of
 from libra.sim.training_run.loop import PosttrainingRun
 from libra.trajectory import Trajectory
 
-_LEAST_STEPS = 2  # of a first round, without those that are left out
-_LONGEST = 100_000  # steps of a run, more than any rehearsal makes
+_LEAST_STEPS = 2  # steps of a first round, without the omitted ones
+_LONGEST = 100_000  # limit on the steps of a run, more than any rehearsal needs
 
 
 def unsettled_steps(staleness: int) -> int:
-    """Steps at the beginning of a run that say little about later ones: engines are idle at first, and the batches in
-    flight are not spread yet. None if there is one batch at a time."""
+    """Number of steps at the beginning of a run that differ from later steps: engines are idle at first, and the
+    batches in flight are not spread yet. 0 with one batch at a time.
+    """
     return 2 * (1 + staleness) if staleness else 0
 
 
 class Rehearsals:
     """Runs of `plans` on groups drawn from a log with `seed`: a `race.Sampler` whose samples are seconds of a step.
 
-    A sample covers 1 + staleness steps, one for each batch in flight, since steps of overlapping batches alternate. If
-    staleness is above 0, the first `unsettled_steps` are left out. With `jobs` > 1 each run is a forked
-    process, and `jobs` runs are simulated at a time. A context manager that ends its processes. Raises ValueError like
-    `run_of`.
+    A sample is the mean over 1 + staleness steps, one for each batch in flight, since steps of overlapping batches
+    alternate. If staleness is above 0, the first `unsettled_steps` are omitted. With `jobs` > 1, each run is a forked
+    process, and `jobs` runs are simulated at a time. As a context manager, it ends its processes. Raises ValueError
+    like `run_of`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Rehearsals:
             raise ValueError(f"plans have staleness {sorted(staleness)}; rehearse plans of one staleness")
         (stale,) = staleness
         self.steps_a_sample = 1 + stale
-        self.fewest = -(-_LEAST_STEPS // self.steps_a_sample)  # samples of a first round
+        self.fewest = -(-_LEAST_STEPS // self.steps_a_sample)  # number of samples of a first round
         self.left_out = unsettled_steps(stale)
         self._jobs = min(jobs, len(plans))
         self._forks: list[Fork[int, tuple[float, ...]]] = []
@@ -65,7 +66,7 @@ class Rehearsals:
             worker.end()
 
     def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
-        """See `race.Sampler`; in the order in which runs have their samples."""
+        """See `race.Sampler`; runs are in the order in which their samples are ready."""
         versions = {run: self.left_out + samples * self.steps_a_sample for run, samples in wanted.items()}
         published = self._in_processes(versions) if self._forks else self._here(versions)
         for run, times in published:
@@ -97,7 +98,7 @@ class Rehearsals:
                 yield run, self._answer(run, versions[run])
 
     def _answer(self, run: int, version: int) -> tuple[float, ...]:
-        """Times of the versions up to `version`, in seconds. Skips answers that a race stopped waiting for."""
+        """Times of the versions up to `version`, in seconds. Skips answers for which the race no longer waits."""
         times: tuple[float, ...] = ()
         while len(times) != version:
             times = self._forks[run].answer()

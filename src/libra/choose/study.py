@@ -1,7 +1,7 @@
-"""Routing policies compared on the same work: engines, or whole runs of a plan.
+"""Comparison of routing policies on the same work: engines, or whole runs of a plan.
 
-Invariant: a seed draws the same trajectories for all policies, and each begins as new; so differences are paired.
-Values are simulated seconds, and less is better.
+Invariant: a seed draws the same trajectories for all policies, and each policy starts untrained, so differences are
+paired. Values are simulated seconds; smaller is better.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Subject(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the values that a run gives."""
+        """Names of the values that a run returns."""
         ...
 
     def run(self, router: str, seed: int) -> tuple[float, ...]:
@@ -41,11 +41,13 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholeRuns:
-    """Whole runs of a plan: `steps` optimiser steps after the first ones, which begin with idle engines."""
+    """Whole runs of a plan: `steps` optimiser steps, after first steps that begin with idle engines and do not
+    count.
+    """
 
     plan: Plan
     log: tuple[Trajectory, ...]  # groups are drawn from its finished trajectories
-    learned: tuple[Trajectory, ...]  # by the policy, before a run
+    learned: tuple[Trajectory, ...]  # trajectories from which the policy learns before a run
     steps: int
 
     @property
@@ -61,12 +63,12 @@ class WholeRuns:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Engines of a file that run all trajectories of a draw from the log, with replacement, as large as the log."""
+    """Engines of a file, which run trajectories drawn from the log with replacement, as many as the log has."""
 
     deployment: Deployment
     log: tuple[Trajectory, ...]
     learned: tuple[Trajectory, ...]
-    concurrency: int | None = None  # most trajectories in flight; None: all
+    concurrency: int | None = None  # limit on trajectories in flight; None: no limit
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ class Rollouts:
         )
         found = metrics_of(result)
         if found.trajectory_latency is None:
-            raise ValueError("no trajectory was completed; give engines that hold them")
+            raise ValueError("no trajectory was completed; give engines that hold the trajectories")
         return found.makespan, found.trajectory_latency.mean
 
 
@@ -96,16 +98,18 @@ class Study:
     """Seconds of all policies for all seeds. `seconds[policy][metric]` has a value for each seed."""
 
     metrics: tuple[str, ...]
-    policies: tuple[str, ...]  # the others are compared with the first
+    policies: tuple[str, ...]  # the first policy is the baseline of all others
     seeds: tuple[int, ...]
     seconds: tuple[tuple[tuple[float, ...], ...], ...]
 
     def mean(self, policy: int, metric: int) -> tuple[float, float | None]:
-        """The mean, and half of its 95 % interval; None for a single seed."""
+        """The mean, and half of its 95 % interval; the half is None for a single seed."""
         return mean_and_error(self.seconds[policy][metric])
 
     def over_first(self, policy: int, metric: int) -> tuple[float, float | None]:
-        """Mean difference from the first policy as a share of its mean, paired by seed, and half of the interval."""
+        """Mean difference from the first policy, paired by seed, as a share of the first policy's mean; and half of the
+        interval.
+        """
         first = self.seconds[0][metric]
         scale = fmean(first)
         pairs = zip(self.seconds[policy][metric], first, strict=True)
@@ -128,7 +132,7 @@ def compare_policies(
         load_policy(name)
     cells = [(policy, seed) for seed in seeds for policy in policies]
     found: dict[tuple[str, int], tuple[float, ...]] = {}
-    # The subject is not pickled: engines hold caches of their times.
+    # The subject is not pickled, since engines hold caches of their times.
     with mapping(partial(_run, subject), jobs) as runs:
         for number, (cell, its) in enumerate(zip(cells, runs(cells), strict=True), start=1):
             found[cell] = its

@@ -1,6 +1,6 @@
 """The directory that keeps measurements and parsed inputs between runs.
 
-Invariant: everything in it can be made again; deleting it only costs time.
+Invariant: each file in the directory can be made again; deleting one only costs time.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def missing_library(extra: str) -> str | None:
-    """The first library of the extra that is not installed; None where all are."""
+    """The first library of the extra that is not installed; None if all are installed."""
     return next((name for name in LIBRARIES[extra] if not _is_installed(name)), None)
 
 
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is its package
+    except ModuleNotFoundError:  # the parent package is missing, too
         return False
 
 
@@ -59,8 +59,9 @@ def install_command(extra: str) -> str:
 
 
 def command(extra: str, checkout: Path, direct_url: Mapping[str, Any] | None) -> str:
-    """The shell command for an installation whose `direct_url.json` is given; `checkout` counts only where it holds
-    Libra's `pyproject.toml`."""
+    """The shell command for an installation with this `direct_url.json`. `checkout` counts only if it holds Libra's
+    `pyproject.toml`.
+    """
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e {quote(f'{checkout}[{extra}]')}"
     if direct_url is None:

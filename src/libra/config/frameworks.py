@@ -1,7 +1,7 @@
-"""The training frameworks that a plan can be written for, and what each of them can express.
+"""The training frameworks that a plan can be written for, and the features that each framework can express.
 
-Invariant: pure data. The conditions for a plan to run in a framework are defined only here: the planner restricts its
-menu by them, and `libra export` refuses plans by them.
+Invariant: pure data. Only this module defines which plans a framework can run. The planner restricts its menu by these
+conditions, and `libra export` refuses plans by them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from libra.config.yaml_file import unknown
 
 @dataclass(frozen=True, slots=True)
 class TrainingFamily:
-    """Training layouts of one backend of a framework. A missing degree is 1."""
+    """Training layouts of one backend of a framework. A degree that is not listed is 1."""
 
     name: str
     tensor: bool = False
     pipeline: bool = False
     context: bool = False
     experts: bool = False
-    shardings: tuple[str, ...] = ()  # of `libra.hardware.parallel.Sharding`; a single rank needs none of them
+    shardings: tuple[str, ...] = ()  # values of `libra.hardware.parallel.Sharding`; a single rank needs no sharding
 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """Capabilities of one framework, as far as a plan depends on them."""
+    """Capabilities of one framework that matter for a plan."""
 
     name: str
-    # The preferred one first, each with data-parallel ranks that divide the batch; empty: any layout.
+    # The preferred family first. Data-parallel ranks divide the batch. Empty: any layout.
     families: tuple[TrainingFamily, ...] = ()
     mixed_engines: bool = True  # engines of several tensor-parallel sizes in one run
     whole_nodes: bool = False  # training and rollout share no node, unless there is only one
@@ -42,7 +42,7 @@ class Framework:
 
     @property
     def restriction(self) -> str:
-        """Restriction of its plans, as a text; empty if there is none."""
+        """Restriction of plans for this framework, as a text; empty if there is none."""
         words = []
         if not self.mixed_engines:
             words.append("engines of one size")
@@ -66,7 +66,7 @@ _SLIME = Framework(
     families=(_MEGATRON,),
     pairs=True,
     engines_over_nodes=True,  # --rollout-num-gpus-per-engine
-    router="least-loaded",  # cache-aware: a session's prefix, else the engine with least to do
+    router="least-loaded",  # cache-aware: the engine with the session's prefix, else the least loaded engine
     staleness="steps: train.py has 0, train_async.py 1",
     most_staleness=1,
 )
@@ -129,7 +129,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
 
 
 def framework_named(name: str | None) -> Framework:
-    """The framework of this name; `UNRESTRICTED` for None. Raises ValueError that names the nearest known one."""
+    """The framework of this name; `UNRESTRICTED` for None. Raises ValueError with the nearest known name."""
     if name is None:
         return UNRESTRICTED
     known = {**FRAMEWORKS, OWN.name: OWN}

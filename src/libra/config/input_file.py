@@ -1,6 +1,6 @@
 """Reading of input files.
 
-Invariant: only a regular file is opened. Reading a FIFO could block for ever, and a device need not end.
+Invariant: only a regular file is opened. Reading a FIFO could block for ever, and a device may have no end.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import stat
 from pathlib import Path
 from typing import IO
 
-MOST = 2**53  # largest whole number in a file: floats hold all up to it exactly
+MOST = 2**53  # largest whole number in a file: floats are exact up to this number
 
 
 def beyond_floats(found: object) -> bool:
-    """Whether a value, or one nested in it, is a whole number above `MOST`: computing with it could overflow."""
+    """Whether `value`, or a value nested in it, is a whole number above `MOST`, with which computing could overflow."""
     if isinstance(found, int):
         return abs(found) > MOST
     if isinstance(found, list | tuple):

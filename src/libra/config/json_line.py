@@ -1,4 +1,4 @@
-"""Messages for lines of JSON that are refused."""
+"""Error messages for invalid lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
 
 def line_problem(problem: ErrorDetails) -> str:
-    """Describe an error of pydantic: the field at fault, if any, and the fault. Pydantic counts lines within its input,
-    here always 1 or 2, so the line number is left out."""
+    """Describe an error of pydantic: the faulty field, if known, and the fault. The message leaves out pydantic's line
+    number, which counts within one line of the file.
+    """
     field = ".".join(str(part) for part in problem["loc"])
     match problem["type"]:
         case "json_invalid":

@@ -1,7 +1,7 @@
 """The training recipe: the part of a planning request that is neither hardware, nor model, nor trajectories.
 
-Invariant: a recipe in memory is consistent, whether read or constructed. An inconsistent file is refused in one line
-that names the key and what would be right. Lengths are tokens, times are seconds.
+Invariant: a recipe in memory is consistent. An inconsistent file is refused in one line that names the key and the
+remedy. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from libra.config.yaml_file import Section, read_section
 Mode = Literal["async", "sync", "colocated"]
 Dtype = Literal["bf16", "fp16", "fp32", "fp8"]
 Optimiser = Literal["adamw", "adamw_bf16", "sgd"]
-# Training kernels: fused, as in Megatron and LLM Foundry, or PyTorch's, one for each operation of the modules.
+# Training kernels: fused, as in Megatron and LLM Foundry; or eager, PyTorch's kernel for each operation.
 Execution = Literal["fused", "eager"]
-# Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
+# After an update, contexts keep the KV of older weights, or are prefilled again (refresh).
 KVOnUpdate = Literal["keep", "refresh"]
 # vLLM's names; `libra.cost.quantization` has their bytes and speeds.
 WeightQuantization = Literal["fp8", "awq", "gptq", "modelopt_fp4", "mxfp4"]
 RolloutDtype = Literal["bf16", WeightQuantization]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"]
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # of a weight; FP8 is made of it for the products
-_FP8_COPIES = 2  # bytes: a weight as it is and transposed, kept over the micro-batches of a step
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # of a weight, which is converted to FP8 for matrix products
+_FP8_COPIES = 2  # bytes: a weight and its transpose, kept over the micro-batches of a step
 _MOMENTS = {"adamw": 8, "adamw_bf16": 4, "sgd": 0}  # two in fp32, two in bf16, none
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -38,20 +38,20 @@ DEFAULT_ROUTER = "cmlfq"
 
 
 def _router_of(framework: str | None) -> str:
-    """The router of a request that names none: its framework's."""
+    """The default router of a request: its framework's."""
     return framework_named(framework).router or DEFAULT_ROUTER
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBytes:
-    """Bytes that training keeps for one parameter; each kind is sharded, or not, by itself."""
+    """Bytes that training keeps for one parameter. Each kind of bytes may be sharded or not."""
 
     weights: int  # in the compute type
     gradients: float  # in the compute type
     states: float  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
     compute: int | None = None  # of a number in matrix products, under autocast; None: as the weights
-    trained: float = 1.0  # share of the parameters that have gradients; below 1 they are adapters' beside frozen ones
-    copies: float = 0.0  # of weights in the type of the products, on each device that multiplies with them
+    trained: float = 1.0  # share of the parameters that have gradients; below 1: only adapters are trained
+    copies: float = 0.0  # of weights in the type of the products, on each device that uses them
     offloaded: bool = False  # whether the optimiser's state is in the host's memory, and updated there
 
     @property
@@ -74,44 +74,44 @@ class Recipe(Section):
 
     batch: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # trajectories trained on in one step
     samples_per_prompt: _Count  # trajectories of one prompt; they are compared with each other, and divide `batch`
-    max_length: _Count  # tokens of context that a trajectory cannot outgrow
+    max_length: _Count  # longest context of a trajectory, in tokens
     # async: generation and training overlap; sync: they take turns on their own devices; colocated: on the same ones.
     mode: Mode = "async"
-    # Versions that a trajectory's oldest token may lag behind: 1 when async unless given, 0 otherwise.
+    # Versions that a trajectory's oldest token may lag behind the trained policy. Default: 1 when async, 0 otherwise.
     staleness: int = Field(default_factory=lambda given: 1 if given["mode"] == "async" else 0, strict=True, ge=0)
-    # Trajectories that are generated at the same time, at most; null: as many as staleness admits.
+    # Limit on trajectories in generation at the same time; null: only the bound on staleness limits them.
     concurrency: _Count | None = None
-    # Whether training begins with the groups that are complete, and adds up gradients while others are still generated.
+    # Whether training accumulates gradients of complete groups while other groups are still generated.
     early_gradients: bool = Field(default=False, strict=True)
     kv_on_update: KVOnUpdate = "keep"
     # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
     reference: Literal["none", "resident", "offloaded"] = "none"
-    dtype: Dtype = "bf16"  # of training's compute; fp8: of the products of layers, beside weights in bf16
-    # Of the engines' weights: bf16, or a `quantization` of vLLM's; None: as the checkpoint stores them.
+    dtype: Dtype = "bf16"  # of training's compute; fp8: the layers' products in FP8, weights in bf16
+    # Type of the engines' weights: bf16, or a `quantization` of vLLM; None: the checkpoint's type.
     rollout_dtype: RolloutDtype | None = None
     kv_cache_dtype: KVCacheDtype = "auto"  # of the engines' KV; auto: bf16
     optimiser: Optimiser = "adamw"
-    # Whether the optimiser's state is in the hosts' memory, which update it (Megatron's --optimizer-cpu-offload).
+    # Whether hosts store the optimiser's state and update it (Megatron's --optimizer-cpu-offload).
     offload_optimiser: bool = Field(default=False, strict=True)
-    # Rank of low-rank adapters (LoRA), which alone are trained and published; null: all weights are trained.
+    # Rank of low-rank adapters (LoRA): only the adapters are trained and published; null: all weights are trained.
     lora_rank: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = None
-    lora_targets: Literal["all", "attention"] = "all"  # matrices with adapters: all of the layers, or attention's
+    lora_targets: Literal["all", "attention"] = "all"  # the layers' matrices that have adapters
     execution: Execution = "fused"
-    horizon: _Count = 100  # steps that a plan is expected to hold, over which the cost of changing to it is paid back
-    # Share of a GPU's memory that an engine takes, and tokens of one iteration: defaults of vLLM's server (on H100).
+    horizon: _Count = 100  # expected lifetime of a plan, in steps, over which its switching cost must pay back
+    # Share of a GPU's memory for an engine, and tokens of one iteration: defaults of vLLM's server on H100.
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9
     max_batched_tokens: _Count = 8192
     # Seconds of a tool return whose time was not recorded: a search or a short command. 0: tools answer at once.
     tool_seconds_if_unknown: Annotated[float, Field(strict=True, ge=0)] = 1.0
     # Whether a bucket may be a prefill/decode pair: prompts are computed on some engines, tokens generated on others.
     prefill_decode: bool = Field(default=False, strict=True)
-    max_buckets: _Count = 4  # ranges of final context with engines of their own; the router has to tell them apart
+    max_buckets: _Count = 4  # number of buckets: ranges of final context that have their own engines
     # Framework that will carry the plan out, a name of `libra.config.frameworks`: it restricts the menu. null: any.
     framework: Annotated[str, Field(strict=True)] | None = None
     # Policy that will route the turns: a name of `libra.route.catalogue`, or path.py:Class. By default cmlfq, or the
     # router that the framework brings.
     router: str = Field(default_factory=lambda given: _router_of(given["framework"]), strict=True, min_length=1)
-    # Share of a trajectory's work, after its first tool return, that reaches its own bucket; null: as measured.
+    # Share of a trajectory's work after its first tool return that runs in its own bucket; null: the measured share.
     router_hit: _Share | None = None
 
     @field_validator("framework")
@@ -127,8 +127,8 @@ class Recipe(Section):
             return self
         if self.mode == "colocated":
             raise ValueError(
-                f"mode is colocated, but plans for {can.name} give training devices of its own: set mode to async or"
-                " sync, or leave framework out"
+                f"mode is colocated, but {can.name} trains on separate devices: set mode to async or sync, or "
+                f"leave framework out"
             )
         if self.prefill_decode and not can.pairs:
             raise ValueError(f"prefill_decode is true, but {can.name} has no prefill/decode pairs: leave it out")
@@ -177,7 +177,7 @@ class Recipe(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields added later if they have their default, so that older recipes are written unchanged."""
+        """Leave out newer fields that have their default, so that an older recipe is written unchanged."""
         written: dict[str, Any] = fields(self)
         if not self.prefill_decode:
             written.pop("prefill_decode", None)
@@ -202,7 +202,7 @@ class Recipe(Section):
 
     @property
     def router_given(self) -> bool:
-        """Whether the request names its router, rather than taking the framework's."""
+        """Whether the request itself names a router."""
         return self.framework is None or "router" in self.model_fields_set
 
     def without_framework(self) -> Recipe:
@@ -217,10 +217,12 @@ class Recipe(Section):
 
     @property
     def training_bytes(self) -> TrainingBytes:
-        """Bytes per trained parameter: 16 in all for AdamW, whether in mixed precision (Rajbhandari et al. 2020, ZeRO,
-        arXiv 1910.02054, section 3.1: 2 weights, 2 gradients, 4 master copy, 8 moments) or in fp32 (4, 4, 0, 8); 12
-        with both moments in bf16; 8 for SGD without momentum. In fp8 as in bf16, besides the copies of weights that
-        Transformer Engine makes (`cache_weight`, in both orientations)."""
+        """Bytes per trained parameter.
+
+        AdamW needs 16 in mixed precision: 2 for weights, 2 for gradients, 4 for the master copy, 8 for moments
+        (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1). It needs 16 in fp32, too (4, 4, 0, 8), and 12
+        with both moments in bf16. SGD without momentum needs 8. fp8 needs the bytes of bf16, plus the copies of weights
+        in both orientations that Transformer Engine keeps (`cache_weight`)."""
         compute = _BYTES[self.dtype]
         master = 0 if self.dtype == "fp32" else _BYTES["fp32"]
         copies = _FP8_COPIES if self.dtype == "fp8" else 0

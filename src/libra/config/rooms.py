@@ -1,7 +1,7 @@
 """The rooms that add to the core: `lend` and `serving`.
 
-Invariant: no module of the core names a module of a room. `OFFERS` in a room's `offers.py` names the room's additions
-by their places. Without the room a place is empty, and everything else works.
+Invariant: no module of the core names a module of a room. `OFFERS` in a room's `offers.py` lists the room's additions
+by place. Without the room, the place is empty and the core still works.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def offered(place: str) -> Iterator[Any]:
 
 
 class OfRoom:
-    """Annotation of a field whose type a room adds; without the room, only None and an empty list are valid."""
+    """Annotation of a field whose type comes from a room. Without the room, only None and an empty list are valid."""
 
     def __init__(self, place: str) -> None:
         self._place = place
 
     @property
     def kind(self) -> Any:
-        """The type; None without the room."""
+        """The field's type; None without the room."""
         return next(offered(self._place), None)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -1,7 +1,7 @@
 """The configuration of a run, read from YAML.
 
-Invariant: a configuration in memory is complete and consistent; a file that is not is refused in one line that names
-the key and what would be right. Lengths are tokens, times are seconds, sizes are bytes.
+Invariant: a configuration in memory is complete and consistent. Any other file is refused in one line that names the
+key and the remedy. Lengths are tokens, times are seconds, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ AllocationMode = Literal["adaptive", "static"]
 
 
 class EnvironmentConfig(Section):
-    kind: str  # a built-in name, or `module:Class` found beside the file
-    tools: tuple[str, ...] = ()  # the tools the agent may call, of those that the environment names
+    kind: str  # a built-in name, or `module:Class` in the folder of the configuration
+    tools: tuple[str, ...] = ()  # the environment's tools that the agent may call
     options: dict[str, Any] = Field(default={})  # passed to the environment
     train_prompts: PositiveInt = 512
     heldout_prompts: PositiveInt = 200
@@ -31,15 +31,15 @@ class EnvironmentConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _options_are_apart(cls, given: Any) -> Any:
-        """Refuse a key that belongs to the environment, with the place where it is read."""
+        """Refuse an unknown key, and point to `options`, which the environment reads."""
         for key in given if isinstance(given, dict) else ():
             if key not in cls.model_fields and nearest(str(key), cls.model_fields) is None:
-                raise ValueError(f"unknown key {shown(key)}; put what the environment itself reads under options")
+                raise ValueError(f"unknown key {shown(key)}; put the environment's own keys under options")
         return given
 
 
 class ModelConfig(Section):
-    """Either a directory in Hugging Face layout, or the shape of a tiny Qwen3 made here and warmed up."""
+    """Either a directory in Hugging Face layout, or the shape of a tiny Qwen3 that the run creates and warms up."""
 
     directory: Path | None = None
     hidden_size: PositiveInt = 128
@@ -50,7 +50,9 @@ class ModelConfig(Section):
 
 
 class WarmUpConfig(Section):
-    """Supervised steps on demonstrations, before reinforcement learning. Skipped (0) for a model that can act."""
+    """Supervised steps on demonstrations, before reinforcement learning. 0 skips the warm-up, for a model that already
+    calls tools.
+    """
 
     steps: int = Field(default=500, ge=0)
     batch: PositiveInt = 64
@@ -62,18 +64,19 @@ class ClusterConfig(Section):
 
     launcher: LauncherKind = "local"  # where workers run: here, or on the nodes of a Ray cluster
     ray_address: str | None = None  # of the Ray cluster; None: one is started on this machine for the run
-    slots_per_node: PositiveInt | None = None  # at most, with `ray`; None: as many as a node has devices
+    slots_per_node: PositiveInt | None = None  # limit with `ray`; None: one slot per device of the node
     slots: PositiveInt = 4
     core: PositiveInt = 1  # always train
     hybrid: int = Field(default=1, ge=0)  # train or generate
     rollout: int = Field(default=2, ge=0)  # always generate
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where vLLM is built for it and there is a GPU
     share: PositiveFloat = 0.45  # of one core, or of one GPU, per slot
-    gpus: PositiveInt = 1  # of a slot, with cuda: an engine divides its model among them, and so does a replica
-    # Of each slot, core trainers first: its GPUs as nvidia-smi counts, or its core. None: free ones, spread evenly.
+    gpus: PositiveInt = 1  # GPUs of a slot, with cuda; an engine or replica divides its model among them
+    # Devices of each slot, core trainers first: GPU numbers of nvidia-smi, or a CPU core. None: free devices, spread
+    # evenly.
     placement: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | None = None
-    port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
-    losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node, at which it is retired
+    port: int = Field(default=0, ge=0, le=65535)  # port of the rendezvous of training replicas; 0: any free port
+    losses_per_hour: PositiveInt = 3  # number of losses after which a slot or a Ray node is retired
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
@@ -90,7 +93,7 @@ class ClusterConfig(Section):
             return self
         if self.launcher == "ray" or self.gpus > 1:
             raise ValueError(
-                "placement describes this machine and the GPUs of a slot: leave it out, or gpus and launcher: ray"
+                "placement assigns the devices of this machine: leave out either placement, or gpus and launcher: ray"
             )
         given = [device for slot in self.placement for device in slot]
         if len(self.placement) != self.slots or not all(self.placement) or len({*given}) < len(given):
@@ -109,7 +112,7 @@ class ClusterConfig(Section):
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs of a slot that generates, at least."""
+        """Minimum of GPUs of a slot that generates."""
         return self.gpus if self.placement is None else min(map(len, self.placement[self.core :]), default=1)
 
     @model_validator(mode="after")
@@ -128,16 +131,16 @@ class ShapeConfig(Section):
     kv_tokens: PositiveInt
     max_num_batched_tokens: PositiveInt | None = None  # of one iteration; None: vLLM's default
     graphs: bool = True  # on GPUs: iterations are compiled and captured as CUDA graphs
-    asynchronous: bool = True  # on GPUs: an iteration is scheduled while the one before is computed
-    sleeps: bool = True  # on GPUs: in a slot that changes sides, its process stays and gives its memory to the trainer
+    asynchronous: bool = True  # on GPUs: the next iteration is scheduled while one is computed
+    sleeps: bool = True  # on GPUs: when a slot starts to train, its engine's process stays and frees its memory
 
 
-LENT = "lent"  # the shape, in buckets, of engines on devices that serve users
+LENT = "lent"  # name in buckets of the shape of engines on devices that serve users
 LendingRule = Literal["gate", "serve-first", "naive", "published", "fixed", "off"]
 
 
 class LendingKeys(Protocol):
-    """`lending` of a run, which a room reads."""
+    """Section `lending` of a run, which a room defines."""
 
     rule: LendingRule
     servers: int
@@ -153,7 +156,7 @@ class LendingKeys(Protocol):
         ...
 
     def beside(self, folder: Path) -> Self:
-        """The section with the files that it names, relative to `folder`, the configuration's."""
+        """The section with its file names resolved relative to `folder`, the configuration's folder."""
         ...
 
 
@@ -175,15 +178,15 @@ class TrainingConfig(Section):
     prompts_per_step: int = Field(default=16, ge=1, le=100_000)
     samples_per_prompt: int = Field(default=8, ge=2, le=10_000)
     max_staleness: int = Field(default=1, ge=0)
-    learning_rate: float = Field(default=5e-5, ge=0, le=1)  # about what one step of Adam moves a weight by
+    learning_rate: float = Field(default=5e-5, ge=0, le=1)  # about the change of a weight in one step of Adam
     clip: tuple[PositiveFloat, PositiveFloat] = (0.8, 1.28)
     denominator: Literal["tokens", "sequences", "constant"] = "constant"
-    token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
+    token_constant: PositiveFloat = 12.0  # divisor of the loss per trajectory with `constant`
     micro_batch_tokens: PositiveInt = 1024
-    # Arithmetic of engines, forward and backward; parameters and optimiser are float32. auto: what the devices do fast.
+    # Arithmetic of engines, forward and backward; parameters and optimiser are float32. auto: the devices' fast type.
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
-    sharding: Literal["none", "fsdp2"] = "none"  # each process holds the whole model, or a shard of it
+    sharding: Literal["none", "fsdp2"] = "none"  # none: each process holds the whole model; fsdp2: a shard of it
     temperature: float = Field(default=1.0, gt=0, le=2)  # vLLM takes no higher one
     kv_on_update: KVOnUpdate = "keep"
 
@@ -195,7 +198,8 @@ class TrainingConfig(Section):
     def _can_be_sharded(self) -> Self:
         if self.sharding != "none" and self.processes == 1:
             raise ValueError(
-                f"sharding {self.sharding} divides a replica among its processes, and it has one: set processes to 2 or"
+                f"sharding {self.sharding} divides a replica among its processes, but processes is 1: set "
+                f"processes to 2 or"
                 " more, or sharding to none"
             )
         return self
@@ -208,12 +212,12 @@ class RoutingConfig(Section):
 class PlannerConfig(Section):
     period: PositiveInt = 10  # steps between two decisions
     horizon: PositiveInt = 100  # steps that a plan is expected to hold, at most those that remain
-    half_life: PositiveFloat = 512.0  # trajectories after which evidence counts half
+    half_life: PositiveFloat = 512.0  # number of newer trajectories after which evidence counts half
     calibration: Path | None = None  # a measured profile to use instead of measuring
 
 
 class MetricsConfig(Section):
-    """The address at which Prometheus scrapes the metrics of a run."""
+    """Address from which Prometheus scrapes the metrics of a run."""
 
     port: int | None = Field(default=None, ge=1, le=65535)  # None: no metrics are served
     host: str = "127.0.0.1"
@@ -247,7 +251,7 @@ class RunConfig(Section):
     tracking: Literal["wandb", "trackio", "tensorboard", "mlflow"] | None = (
         None  # experiment tracker beside the records
     )
-    otel: str | None = None  # collector of OpenTelemetry spans; None: that of OTEL_EXPORTER_OTLP_ENDPOINT, if it is set
+    otel: str | None = None  # collector of OpenTelemetry spans; None: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set
     lending: Annotated[LendingKeys, OfRoom("lending")] | None = None
 
     @model_validator(mode="before")
@@ -300,7 +304,7 @@ class RunConfig(Section):
 
     @property
     def all_engines(self) -> dict[str, ShapeConfig]:
-        """The engine shapes of slots and of lent devices, by name."""
+        """Engine shapes by name, including the shape of lent devices."""
         return dict(self.engines) if self.lending is None else {**self.engines, LENT: self.lending.engine}
 
     @property

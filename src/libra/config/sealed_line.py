@@ -1,9 +1,9 @@
 """Lines of JSON that carry their own checksum.
 
-Invariant: `crc`, the first key of a sealed line, is the CRC-32 of the line without it, in eight hexadecimal digits. A
-changed byte is found, and any reader of JSON lines still reads sealed ones. In a chain the checksum continues that of
-the line before, seal included, so a line that is missing, moved or repeated is found. A chain that is cut off after one
-of its lines still counts as whole.
+Invariant: a sealed line's first key, `crc`, is the CRC-32 of the line without this key, in eight hexadecimal digits.
+The checksum reveals a changed byte. Any reader of JSON lines can read a sealed line. In a chain, each checksum
+continues the checksum of the previous sealed line, which reveals a missing, moved or repeated line. A chain that ends
+early, after a complete line, still counts as whole.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _HEAD = b'{"crc":"'
 
 
 def sealed(line: bytes, after: bytes = b"") -> bytes:
-    """A line of JSON, an object with at least one key, with its checksum; in a chain it follows the sealed line
-    `after`."""
+    """Add the checksum to a line of JSON, an object with at least one key. In a chain, `after` is the previous sealed
+    line.
+    """
     return _SEAL % zlib.crc32(line, zlib.crc32(after)) + line[1:]
 
 
 def unsealed(line: bytes, after: bytes = b"") -> bytes:
-    """The line without its checksum. Raises `ValueError` if it has none, or a wrong one."""
+    """The line without its checksum. Raises `ValueError` if the checksum is missing or wrong."""
     plain = b"{" + line[_SEAL_BYTES:]
     if sealed(plain, after) != line:
         follows = ", or does not follow the line before" if after else ""
@@ -31,7 +32,7 @@ def unsealed(line: bytes, after: bytes = b"") -> bytes:
 
 
 def opened(line: str | bytes) -> str | bytes:
-    """The line without its checksum and newline; unchanged without a checksum, as in logs of other systems. Raises
+    """The line without its newline and its checksum, if it has one: logs of other systems have none. Raises
     `ValueError` if the checksum is wrong."""
     text = line.encode(errors="surrogatepass") if isinstance(line, str) else line
     if not text.startswith(_HEAD):

@@ -2,7 +2,7 @@
 
 Invariant: every number needs a unit, and bits and bytes are never confused: `b` and `B` differ by eight. Sizes become
 bytes, rates bytes per second, speeds FLOP per second, durations seconds. Only a duration may have no unit: it is in
-seconds, if that is plausible.
+seconds, if the number is plausible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ RATES: Mapping[str, float] = {
 SPEEDS: Mapping[str, float] = {"TFLOP/s": 1e12, "PFLOP/s": 1e15, "TFLOPS": 1e12, "PFLOPS": 1e15}
 
 DURATIONS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0}
-# Seconds of latency limits above which a number without unit was hardly meant as seconds.
+# Longest latency limit, in seconds, that a number without a unit may give: a larger number was probably meant as
+# milliseconds.
 PLAUSIBLE: Mapping[str, float] = {"ttft": 60.0, "tpot": 2.0, "latency": 3_600.0}
 
 _NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -49,8 +50,8 @@ def quantity(field: str, given: object, units: Mapping[str, float]) -> float:
 
 
 def duration(field: str, given: str, plausible: float = inf) -> float:
-    """Seconds of a text such as `50ms`, `1s` or `0.05`, which is seconds, too. Raises ValueError that names the field,
-    also where a number without unit is more than `plausible` seconds.
+    """Seconds of a text such as `50ms`, `1s` or `0.05` (seconds). Raises ValueError that names the field, also if a
+    number without a unit is more than `plausible`.
 
     >>> duration("ttft", "50ms"), duration("ttft", "1.5")
     (0.05, 1.5)
@@ -66,8 +67,8 @@ def duration(field: str, given: str, plausible: float = inf) -> float:
 
 
 def written(value: float, units: Mapping[str, float]) -> str:
-    """The shortest text that `quantity` reads as exactly this value, which is above 0. Raises ValueError if there is
-    none.
+    """The shortest text that `quantity` reads as exactly this value, which is above 0. Raises ValueError if there is no
+    such text.
 
     >>> written(50e9, RATES), written(81_559 * 2.0**20, SIZES)
     ('50 GB/s', '81559 MiB')
@@ -85,5 +86,5 @@ def written(value: float, units: Mapping[str, float]) -> str:
 
 
 def rate(value: float) -> str:
-    """Bytes per second in words, in bytes and in bits."""
+    """Text of a rate in bytes and in bits per second."""
     return f"{value / 1e9:g} GB/s ({value * 8 / 1e9:g} Gb/s)"

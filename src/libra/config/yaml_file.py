@@ -1,8 +1,7 @@
 """Reading YAML files of known keys.
 
-Invariant: whatever a file holds, reading it gives a checked value or a `ConfigError` of one line that names the file,
-the key and what would be right. Nothing in a file is evaluated. No key is dropped, neither an unknown one nor one
-given twice.
+Invariant: reading any file gives a checked value, or a `ConfigError` of one line that names the file, the key and the
+remedy. Nothing in a file is executed. No key is ignored: an unknown or repeated key is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from libra.config.rooms import OfRoom
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run. The message is one line: file, key, what is wrong, what would be right."""
+    """An invalid configuration. The message is one line: file, key, fault, remedy."""
 
 
 class Section(BaseModel):
@@ -86,8 +85,8 @@ class _Loader(yaml.SafeLoader):
 def read_section(path: Path | str, schema: type[S], example: str, overrides: dict[str, Any] | None = None) -> S:
     """Read the file at `path` as a `schema`; `overrides`, by dotted key, replace its values. Raises `ConfigError`.
 
-    `example` is a file of this kind, which the message names when the file is no mapping. No message shows values of a
-    schema with pydantic's `hide_input_in_errors`.
+    `example` is a correct file, which the message names if the file is no mapping. Messages show no values of a schema
+    with pydantic's `hide_input_in_errors`.
     """
     path = Path(path)
     data = _read_mapping(path, example, quoted=not schema.model_config.get("hide_input_in_errors"))
@@ -122,7 +121,7 @@ def valid(schema: type[S], data: object, within: str = "") -> S:
 
 
 def refusal(path: Path, problem: str) -> ConfigError:
-    """The error to raise: `problem` as one line that begins with the file."""
+    """A `ConfigError` with `problem` as one line that begins with the file."""
     return ConfigError(" ".join(f"{path}: {problem}".split()))
 
 
@@ -137,7 +136,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """A message that `name` is no known `what`, with the nearest known name or all of them."""
+    """Message for an unknown `name` of a `what`, with the nearest known name or all known names."""
     known = list(known)
     close = nearest(name, known)
     hint = f"did you mean {close}?" if close else f"known are {', '.join(sorted(known))}"
@@ -168,7 +167,7 @@ def _place(error: Exception) -> str:
 
 
 def _worst_problem(error: ValidationError, schema: type[BaseModel], within: str) -> str:
-    # A key that is misspelt is also missing: say what it should have been.
+    # A misspelt key is also a missing key: report only the misspelling.
     problem = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
     location = [str(part) for part in problem["loc"]]
     key = ".".join([within, *location] if within else location)

@@ -1,7 +1,7 @@
-"""Arithmetic with a calculator that does one operation a call: an expression of n operands needs n - 1 calls.
+"""Arithmetic with a calculator that does one operation per call: an expression of n operands needs n - 1 calls.
 
-Invariant: the answer of a prompt is the calculator's own result after correct calls, division by zero included.
-Operations apply from left to right, and `/` is floor division.
+Invariant: the right answer is the calculator's result after correct calls, also for a division by zero. Operations
+apply from left to right, and `/` is floor division.
 
     Q12+34-5;   the prompt
     >12+34;     a call                    =46;  its result
@@ -9,7 +9,7 @@ Operations apply from left to right, and `/` is floor division.
     A41;        the answer
 
 Other returns: `=!;` division by zero (the right answer is then `A!;`), `=?;` a malformed call, `=T;` a time-out (the
-service behind the tool took longer than the deadline: ask again).
+tool's service exceeded the deadline: call again).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TERM = re.compile(r"([+\-*/])(\d+)")
 
 
 def apply(left: int, operator: str, right: int) -> int:
-    """One operation. Raises ZeroDivisionError as Python does."""
+    """Result of one operation. Raises ZeroDivisionError like Python."""
     match operator:
         case "+":
             return left + right
@@ -45,9 +45,9 @@ def apply(left: int, operator: str, right: int) -> int:
 class Calculator:
     """The environment.
 
-    `operands` is the range of expression lengths and `long_tail` the chance that an expression grows by one more
-    operand; `latency` and `spread` are the median seconds and the log-normal sigma of the service behind the tool;
-    `skill` is the share of demonstrations that use the tool all the way.
+    `operands` is the range of expression lengths; `long_tail` is the chance of one more operand, applied repeatedly.
+    `latency` and `spread` are the median seconds and the log-normal sigma of the tool's service. `skill` is the share
+    of demonstrations that make every needed call.
     """
 
     operands: tuple[int, int] = (2, 7)
@@ -70,7 +70,7 @@ class Calculator:
         return {"calculator": self.calculate}
 
     async def calculate(self, argument: str) -> str:
-        """`12+34` -> `=46;`. Takes as long as the service behind it takes."""
+        """Answer a call such as `12+34` with `=46;`, after the time that the service takes."""
         await asyncio.sleep(self.latency * random.lognormvariate(0.0, self.spread))
         return self._evaluate(argument)
 
@@ -88,7 +88,7 @@ class Calculator:
         found: dict[str, Prompt] = {}
         while len(found) < count:
             expression = self._expression(rng)
-            # A digest, not the seed, divides the splits: a prompt is never in both.
+            # A digest of the prompt chooses its split, whatever the seed, so no prompt is in both splits.
             held_out = hashlib.blake2b(expression.encode(), digest_size=1).digest()[0] < 64
             if held_out == (split == "heldout"):
                 found[expression] = Prompt(id=expression, text=f"Q{expression};", answer=self._answer(expression))
@@ -110,9 +110,9 @@ class Calculator:
         if draw < self.skill:
             turns = solution
         elif draw < self.skill + 0.3 or len(calls) < 2:
-            turns = [Span(f"A{rng.randint(-99, 198)};", True)]  # a guess without asking
+            turns = [Span(f"A{rng.randint(-99, 198)};", True)]  # a guess without a call
         else:
-            # Stops early and takes an intermediate result for the answer.
+            # The agent stops early and gives an intermediate result as the answer.
             cut = next(i for i, span in enumerate(solution) if not span.generated) + 1
             returned = solution[cut - 1].text
             turns = [*solution[:cut], Span(f"A{returned[1:]}", True)]

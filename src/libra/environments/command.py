@@ -1,7 +1,7 @@
 """A command as a task: a process for each episode, which talks to the model and prints its reward.
 
-Invariant: the process gets the task on standard input and the model by the variables of OpenAI's clients; the last line
-that it prints is the reward. It, and what it has started, is gone when its episode is over.
+Invariant: the process reads the task from standard input, and finds the model through the environment variables of
+OpenAI's clients. Its last printed line is the reward. The process and its children end with the episode.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 from libra.environments.protocol import Prompt
 from libra.environments.served import EpisodeFailedError, Seat, split_of
 
-_SAID = 300  # characters of what a failed process printed
+_SAID = 300  # characters quoted from the output of a failed process
 
 
 class CommandEnvironment:
-    """`kind: command`. Its options: `command`, a list of words; `tasks`, a file with one JSON value, a task, on each
-    line; `turn_tokens`; `seconds` that an episode may take; `name` in the records."""
+    """`kind: command`. Options: `command`, a list of words; `tasks`, a file with one task per line, as JSON;
+    `turn_tokens`; `seconds`, the time limit of an episode; `name`, in the records.
+    """
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class CommandEnvironment:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=os.environ | _variables(seat),
-            start_new_session=True,  # so that all that it starts ends with it
+            start_new_session=True,  # so that its children end with it
         )
         try:
             async with asyncio.timeout(self._seconds):
@@ -85,7 +86,7 @@ def _reward(out: str) -> float:
 
 
 def _tasks(path: Path) -> list[Prompt]:
-    """Raises ValueError that names file and line."""
+    """Tasks of the file. Raises ValueError that names file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

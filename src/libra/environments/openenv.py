@@ -1,7 +1,7 @@
 """An OpenEnv environment behind a URL as a task: the model reads its observations and writes its actions.
 
-Invariant: an episode is one session of the server, on one WebSocket, and its reward the sum of those of its steps. The
-model is told if the server refuses its action. Any other refusal is a failure of the environment.
+Invariant: an episode is one session of the server, on one WebSocket; its reward is the sum of the rewards of its steps.
+If the server refuses an action, the model reads the refusal. Any other refusal is a failure of the environment.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import aiohttp
 from libra.environments.protocol import Prompt
 from libra.environments.served import EpisodeFailedError, Seat, split_of
 
-Message = dict[str, Any]  # in OpenAI's shape
+Message = dict[str, Any]  # in OpenAI's format
 
 _CONNECT_SECONDS = 10.0
-_REFUSED = "VALIDATION_ERROR"  # the server's code for an action that is none
+_REFUSED = "VALIDATION_ERROR"  # the server's code for an invalid action
 
 
 class OpenEnvEnvironment:
-    """`kind: openenv`. Its options: `url`; `tasks`, the number of seeds; `reset`, further arguments of a reset;
-    `instructions`, the system message; `action`, the field that a turn's text becomes, and `observation`, the field
-    that the model reads; `steps` of an episode; `sessions` that the server has at a time; `seconds` for one of its
-    answers; `turn_tokens`; `name` in the records."""
+    """`kind: openenv`. Options:
+
+    - `url` of the server; `sessions`, its limit of concurrent sessions; `seconds`, the time limit of an answer
+    - `tasks`, the number of seeds; `reset`, more arguments of a reset; `steps`, the limit of an episode
+    - `instructions`, the system message; `turn_tokens`; `name`, in the records
+    - `action`, the field that gets a turn's text; `observation`, the field that the model reads"""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class OpenEnvEnvironment:
         name: str = "openenv",
     ) -> None:
         if type(tasks) is not int or tasks < 1:
-            raise ValueError(f"tasks is {tasks!r}; give how many seeds there are, 1 or more")
+            raise ValueError(f"tasks is {tasks!r}; give the number of seeds, 1 or more")
         self.name, self.turn_tokens = name, turn_tokens
         self._url, self._tasks, self._reset, self._steps = url.rstrip("/"), tasks, dict(reset or {}), steps
         self._sessions, self._seconds, self._instructions = sessions, seconds, instructions
@@ -62,7 +64,7 @@ class OpenEnvEnvironment:
     @asynccontextmanager
     async def opened(self, logs: Path) -> AsyncIterator[None]:
         self._free = asyncio.Semaphore(self._sessions)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)  # a turn takes as long as it takes
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)  # no time limit on a turn
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._client:
             yield
 
@@ -85,7 +87,7 @@ class OpenEnvEnvironment:
         return session.reward
 
     async def _turn(self, seat: Seat, messages: Sequence[Message], tools: Sequence[Message] | None) -> Message | None:
-        """The model's next message; None where no engine holds the chat, which ends with what it has earned."""
+        """The model's next message; None if the chat fits no engine, which ends the episode with its reward so far."""
         body = {"model": "policy", "messages": messages} | ({} if tools is None else {"tools": tools})
         headers = {"Authorization": f"Bearer {seat.key}"}
         async with self._client.post(f"{seat.url}/chat/completions", json=body, headers=headers) as answer:
@@ -109,11 +111,11 @@ class OpenEnvEnvironment:
 
 
 class _RefusedActionError(Exception):
-    """An action that the environment does not know."""
+    """The environment refused an action as invalid."""
 
 
 class _Session:
-    """A session of the server, with what its steps have earned."""
+    """A session of the server, with the rewards of its steps."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, seconds: float) -> None:
         self._socket, self._seconds = socket, seconds
@@ -135,7 +137,7 @@ class _Session:
             if kind == "step" and code == _REFUSED:
                 errors = told.get("errors")
                 raise _RefusedActionError(f"{said}: {_text(errors)}" if errors else said)
-            remedy = "; give sessions, as many as it has at a time" if code == "CAPACITY_REACHED" else ""
+            remedy = "; set sessions to the server's limit of concurrent sessions" if code == "CAPACITY_REACHED" else ""
             raise EpisodeFailedError(f"{kind}: the environment said {said} ({code}){remedy}")
         if kind == "step":
             self.reward += float(told.get("reward") or 0.0)
@@ -144,7 +146,7 @@ class _Session:
         return observation
 
     async def tools(self) -> list[Message]:
-        """The environment's tools, in OpenAI's words."""
+        """The environment's tools, in OpenAI's format."""
         told = (await self.ask("step", {"type": "list_tools"}))["tools"]
         named = [
             {"name": it["name"], "description": it["description"], "parameters": it["input_schema"]} for it in told
@@ -152,7 +154,7 @@ class _Session:
         return [{"type": "function", "function": each} for each in named]
 
     async def call(self, reply: Message) -> list[Message]:
-        """The returns of the tools that a turn calls; none where it calls none."""
+        """The returns of the tools that a turn calls; empty without a call."""
         returned = []
         for call in reply.get("tool_calls") or ():
             name, written = call["function"]["name"], call["function"]["arguments"]
@@ -165,7 +167,7 @@ class _Session:
         return returned
 
     async def leave(self) -> None:
-        """The server has room for another session when it closes this one."""
+        """End the session, and wait until the server has closed it and can open another."""
         await self._socket.send_json({"type": "close"})
         with suppress(TimeoutError):
             await self._socket.receive(self._seconds)
@@ -186,7 +188,7 @@ def _text(value: object) -> str:
 
 
 def _schema(url: str) -> dict[str, Any]:
-    """The shapes of the server's actions and observations. Raises ValueError if it has none."""
+    """JSON schemas of the server's actions and observations. Raises ValueError if the server has none."""
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{url}/schema", timeout=_CONNECT_SECONDS) as answer:
@@ -210,4 +212,6 @@ def _field(option: str, name: str, schema: Mapping[str, Any]) -> str:
         return name
     if not name and len(required) == 1:
         return str(required[0])
-    raise ValueError(f"{option}: {name or 'nothing'} is given, and there are {', '.join(fields) or 'none'}: name one")
+    raise ValueError(
+        f"{option}: {name or 'nothing'} is given, but the fields are {', '.join(fields) or 'none'}: name one of them"
+    )

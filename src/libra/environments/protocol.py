@@ -1,7 +1,7 @@
-"""The interface of a task on which an agent can be trained. Everything else in Libra is task-agnostic.
+"""The interface of a task for training an agent. All other parts of Libra are task-agnostic.
 
 Invariant: an environment defines the prompts, the tools and the reward of an answer; it never sees tokens, engines or
-devices. Its methods are pure apart from the tools themselves.
+devices. Its methods are pure, except the tools.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Protocol
 
 Tool = Callable[[str], Awaitable[str]]
 """A tool takes the argument text of a call and returns the text that the agent reads. It raises `ToolError` for an
-error that the agent should see; the caller cuts it off at the environment's deadline."""
+error that the agent should see. The caller cancels it at the environment's deadline.
+"""
 
 
 class ToolError(Exception):
-    """A tool call that failed for a reason the agent may learn from. The message is what the agent reads."""
+    """A tool call failed for a reason that the agent may learn from. The agent reads the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class Environment(Protocol):
 
     @property
     def alphabet(self) -> str:
-        """Every character of prompts, turns and returns; a tiny model's tokenizer is made from it."""
+        """All characters of prompts, turns and returns, for the tokenizer of a tiny model."""
         ...
 
     @property
     def stop(self) -> str:
-        """The one character that ends a turn."""
+        """The character that ends a turn."""
         ...
 
     @property
@@ -80,12 +81,12 @@ class Environment(Protocol):
 
     @property
     def turn_tokens(self) -> int:
-        """Most tokens of a turn; a longer one is cut off."""
+        """Limit on the tokens of a turn; a longer turn is cut off."""
         ...
 
     @property
     def max_turns(self) -> int:
-        """Most turns of an episode; a longer one is cut off, unanswered."""
+        """Limit on the turns of an episode; a longer episode ends without an answer."""
         ...
 
     def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
@@ -93,7 +94,7 @@ class Environment(Protocol):
         ...
 
     def parse(self, text: str) -> ToolCall | None:
-        """The tool call in a generated turn, or None when the turn is the final answer (or gives up)."""
+        """The tool call in a generated turn; None if the turn is the final answer or has no valid call."""
         ...
 
     def reward(self, prompt: Prompt, text: str) -> float:
@@ -101,5 +102,5 @@ class Environment(Protocol):
         ...
 
     def demonstration(self, rng: random.Random) -> list[Span]:
-        """One imperfect episode to imitate in the supervised warm-up, its prompt first."""
+        """One imperfect episode to imitate in the supervised warm-up, starting with its prompt."""
         ...

@@ -1,5 +1,5 @@
-"""Loads the environment that a configuration names. It imports only names from the user's configuration, and calls only
-classes with the methods of the protocol.
+"""Loads the environment that a configuration names. Only modules named in the user's configuration are imported, and
+only classes with the protocol's methods are called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUILT_IN = {
     "openenv": "libra.environments.openenv:OpenEnvEnvironment",
     "verifiers": "libra.integrations.verifiers:VerifiersEnvironment",
 }
-_ALONE = ("calculator", "command", "openenv")  # kinds that import nothing beside the configuration
+_ALONE = ("calculator", "command", "openenv")  # built-in kinds, for which no module of the user is imported
 
 
 def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | ServedEnvironment:
@@ -63,9 +63,7 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment | S
         )
     if isinstance(environment, ServedEnvironment):
         if config.tools:
-            raise ConfigError(
-                f"environment.tools: {config.kind} plays its own episodes and has its own tools: remove it"
-            )
+            raise ConfigError(f"environment.tools: {config.kind} has its own tools: remove this key")
         return environment
     made: Environment = environment
     _check_tools(config, made)

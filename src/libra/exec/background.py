@@ -1,4 +1,4 @@
-"""Background tasks: tasks that are not awaited."""
+"""Tasks that run in the background and are not awaited."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 
 def background(work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
-    """Start a task whose exception goes to the loop's exception handler. The caller keeps a reference to the task."""
+    """Start a task whose exception goes to the loop's exception handler. The caller must keep a reference to the
+    task.
+    """
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_raise_in_loop)
     return task

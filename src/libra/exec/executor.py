@@ -1,8 +1,8 @@
-"""The thin executor: carries out a plan's transition, move by move, and keeps the duty of each worker.
+"""The executor: carries out a plan's transition, move by move, and keeps the duty of each worker.
 
-Invariant: once a move has ended, it is done or undone, or its worker does nothing. The moves made are a prefix of the
-transition's, and the run can continue after each of them. The journal has an intention before its move begins, and the
-outcome once it has ended. Only the `ProcessController` starts and ends processes.
+Invariant: an ended move is done, undone, or failed with its worker idle. The executed moves are a prefix of the
+transition's moves, and the run can continue after each move. The journal has the intention before the move begins, and
+the outcome after its end. Only the `ProcessController` starts and ends processes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from libra.plan.transition import IDLE, Duty, Move, Role, Transition, device_tra
 
 Processes = TypeVar("Processes", bound=ProcessController, covariant=True)
 
-_WATCH_SECONDS = 1.0  # between two looks at the workers' processes
-_GONE = (WorkerLostError, TimeoutError)  # the worker does not answer; another process in its slot may succeed
+_WATCH_SECONDS = 1.0  # seconds between two checks of the workers' processes
+_GONE = (WorkerLostError, TimeoutError)  # failures after which another process in the same slot may succeed
 FAILURES = (*_GONE, WorkerFailedError)
 
 
 class Executor(Generic[Processes]):
-    """Moves workers. `longest` are the engine shapes that hold contexts of `longest_context` tokens, the longest."""
+    """Moves workers between duties. `longest` are the engine shapes that hold contexts of `longest_context` tokens."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Executor(Generic[Processes]):
         self.pool, self.processes, self.longest_context = pool, processes, longest_context
         self._journal, self._observer, self._clock, self._longest = journal, observer, clock, longest
         self._plans: tuple[Allocation, ...] = ()
-        self._ends: dict[str, str] = {}  # why a worker was lost in the middle of its move
-        self._drop: str | None = None  # why no further move of the plan is to be made
+        self._ends: dict[str, str] = {}  # reason why a worker was lost during its move
+        self._drop: str | None = None  # reason to make no further move of the plan
         self._watch: asyncio.Task[None] | None = None
 
     def allocation(self) -> Allocation | None:
@@ -62,7 +62,7 @@ class Executor(Generic[Processes]):
         return current_allocation(duties, bucket_limits(self._plans), self.longest_context)
 
     def holds_longest(self, allocation: Allocation) -> bool:
-        """Whether it has an engine for the longest contexts; without one, no transition leads to it."""
+        """Whether the allocation has an engine for the longest contexts; transitions lead only to such allocations."""
         return any(bucket.shape in self._longest for bucket in allocation.buckets)
 
     def transition(self, wanted: Allocation) -> Transition:
@@ -71,7 +71,7 @@ class Executor(Generic[Processes]):
         return device_transition(self.pool.devices(), self.allocation(), wanted, self._longest)
 
     def watch(self) -> None:
-        """Watch the processes from now on, until `stop`."""
+        """Start to watch the processes, until `stop`."""
         self._watch = background(self._watch_workers())
 
     async def stop(self) -> None:
@@ -81,9 +81,10 @@ class Executor(Generic[Processes]):
         await self.processes.stop()
 
     async def start(self, wanted: Allocation) -> None:
-        """Start the first allocation: a core replica, then all others at once. A worker that is lost meanwhile is
-        missing when this returns. The core replica is started again until its slot is retired. Raises the failure of
-        that core replica, and a worker's `WorkerFailedError`, which another process would raise too."""
+        """Start the first allocation: a core replica, then all other workers at once. Workers lost meanwhile are
+        missing when this returns. The core replica is started again until its slot is retired; then its failure is
+        raised. Also raises a worker's `WorkerFailedError`, since another process would fail in the same way.
+        """
         moves = device_transition(self.pool.devices(), None, wanted, self._longest).moves
         self._journal.commit(journal.TransitionBegun(wanted, None))
         self._plans = (wanted,)
@@ -98,8 +99,9 @@ class Executor(Generic[Processes]):
         self._journal.commit(journal.TransitionDropped(str(errors[0])) if errors else journal.TransitionDone())
 
     async def apply(self, transition: Transition) -> Applied:
-        """Make the transition's moves, one after the other. Raises ValueError if its workers have other duties by now,
-        and `UnsupportedTransitionError` if the backend cannot carry out the whole plan."""
+        """Make the transition's moves, one after the other. Raises ValueError if the duties of its workers have
+        changed, and `UnsupportedTransitionError` if the backend does not support a part of the plan.
+        """
         unsupported = self.processes.unsupported(transition)
         if unsupported is not None:
             raise UnsupportedTransitionError(unsupported)
@@ -140,12 +142,11 @@ class Executor(Generic[Processes]):
         return await self.move(Move(name, duty, duty))
 
     def drop_rest(self, why: str) -> None:
-        """Let the move in progress end, and make no further move of its plan."""
+        """End the current transition after the move in progress."""
         self._drop = why
 
     async def move(self, move: Move) -> float:
-        """Make one move; returns its seconds. Raises the error of a failed move; the move's worker then does
-        nothing."""
+        """Make one move; returns its seconds. Raises the error of a failed move; its worker is then idle."""
         began = self._begin(move)
         try:
             await self._change(move.worker, move.before, move.after)
@@ -178,7 +179,7 @@ class Executor(Generic[Processes]):
             self.lose(worker.id, f"it was {worker.role} for more than {limit:.0f} s")
 
     def slots_changed(self) -> None:
-        """Update the workers whose nodes were lost, or have returned."""
+        """Update the workers whose nodes were lost or have returned."""
         for worker in self.pool.all():
             lost = not self.processes.offers(worker.slot)
             if worker.node_lost != lost:
@@ -221,7 +222,9 @@ class Executor(Generic[Processes]):
         return self._end(move, began, "failed", why)
 
     async def _change(self, worker: str, before: Duty, after: Duty) -> None:
-        """Make the steps of a move. Raises `WorkerLostError` also if the worker was lost without failing the step."""
+        """Make the steps of a move. Raises `WorkerLostError` if the worker is lost, even if the step itself
+        succeeds.
+        """
         if before != IDLE:
             draining = self._become(worker, Role.DRAINING, before.shape)
             self._route()
@@ -243,7 +246,7 @@ class Executor(Generic[Processes]):
         return self._clock()
 
     def _ended(self, worker: str, error: BaseException) -> str:
-        """End everything that a failed worker left; returns the reason of the failure."""
+        """End all remains of a failed worker; returns the reason of the failure."""
         if self.pool[worker].role is not Role.FAILED:
             self._become(worker, Role.FAILED)
             self.processes.end(worker, str(error))

@@ -1,9 +1,9 @@
 """An append-only record of the controller's intentions and their outcomes, and its replay.
 
-Invariant: a committed entry is on disk before the controller acts on it. Reading ignores an interrupted last line; any
-other line that is damaged, missing or moved is an error, which the chained checksums find. The replay is a pure
-function of the entries: for a journal without an interrupted move it is the controller's state in memory. A move in
-progress is named, and its progress is not guessed.
+Invariant: a committed entry is on disk before the controller acts on it. Reading ignores an interrupted last line. The
+chained checksums reveal any other damaged, missing or moved line, which is an error. The replay is a pure function of
+the entries. For a journal without an interrupted move, it equals the controller's state in memory. The replay lists an
+interrupted move without assuming how far it came.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entry(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields
 
 
 class SessionStarted(Entry, frozen=True, tag="start"):
-    """A session of the run begins: no worker does anything, and the weights have this version."""
+    """A session of the run begins: all workers are idle, and the weights have this version."""
 
     version: int
 
@@ -42,7 +42,9 @@ class ProcessStarted(Entry, frozen=True, tag="worker"):
 
 
 class TransitionBegun(Entry, frozen=True, tag="plan"):
-    """The pool will become `wanted`. `before` is its present allocation; None if it forms none."""
+    """The transition to allocation `wanted` begins. `before` is the present allocation; None if the workers form
+    none.
+    """
 
     wanted: Allocation
     before: Allocation | None
@@ -68,7 +70,7 @@ class MoveUndone(Entry, frozen=True, tag="undone"):
 
 
 class MoveFailed(Entry, frozen=True, tag="failed"):
-    """The move failed, and the worker does nothing. `retired`: its slot is out of use."""
+    """The move failed, and the worker is idle. `retired`: its slot is out of use."""
 
     worker: str
     seconds: float
@@ -162,18 +164,19 @@ def read_journal(path: Path) -> Iterator[AnyEntry]:
 
 @dataclass(frozen=True, slots=True)
 class JournalReplay:
-    """State at the end of the journal. `plans` are the allocations with buckets in force: the latest, and the one
-    before it until the latest is applied."""
+    """State at the end of the journal. `plans` are the allocations whose buckets are in force: the latest one, and also
+    the previous one until the latest is applied.
+    """
 
     version: int  # of the weights
-    duties: Mapping[str, Duty]  # of every worker that was given one in the last session
-    under_way: Mapping[str, Move]  # moves whose outcome is not known, by worker
+    duties: Mapping[str, Duty]  # role of every worker that had one in the last session
+    under_way: Mapping[str, Move]  # moves without a known outcome, by worker
     worked: Mapping[str, Duty]  # last working duty of every worker, in any session
     plans: tuple[Allocation, ...]
 
 
 def replay(entries: Iterable[AnyEntry]) -> JournalReplay:
-    """The state after these entries. Raises `JournalError` if a move ends that never began."""
+    """The state after these entries. Raises `JournalError` if a move ends that has not begun."""
     try:
         return _replay(entries)
     except KeyError as error:

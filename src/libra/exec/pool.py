@@ -1,8 +1,8 @@
-"""Workers and their roles: the role of each, its legal changes, and the allocation that all form together.
+"""Workers, their roles, the legal changes of a role, and the allocation that all workers form together.
 
-Invariant: a role changes only along a legal transition; a transitional role has a deadline. A slot whose process is
-gone is `failed`, and idle again at once: another process may start there, until the slot has lost too many. The pool
-holds no process and does no I/O: it is the executor's state, which the journal records.
+Invariant: a role changes only along a legal transition; a transitional role has a deadline. A slot that loses its
+process becomes `failed`, then idle at once: another process may start there, until the slot has lost too many. The pool
+is the executor's state, which the journal records. It holds no process and does no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.plan.transition import TRAIN, Device, Duty, Role
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Time limit of a transitional role: `seconds`, plus the time limit of `steps` training steps."""
+    """Time limit of a transitional role: `seconds`, plus the time of `steps` training steps."""
 
     seconds: float
     steps: int
@@ -29,17 +29,17 @@ class Deadline:
         return self.seconds + self.steps * step_seconds
 
 
-# Step boundaries at which a replica that joins is given the chance to enter.
+# Number of step boundaries at which a joining replica may enter.
 JOIN_BOUNDARIES = 20
 
-# A worker that overstays a passing role is failed. A start has 600 s (on a GPU) and draining 30 s, each with 300 s on
-# top: what happens in them has limits of its own, and this is the last one. A replica is introduced at the end of one
-# step and let in at one of the `JOIN_BOUNDARIES` after it; it leaves at the end of the second.
+# A worker that exceeds the limit of a transitional role is failed. A start has 600 s (on a GPU) and draining has 30 s,
+# plus 300 s each, since the operations inside have their own, shorter limits. A replica is announced at the end of one
+# step, and enters at one of the next `JOIN_BOUNDARIES` step boundaries. It leaves at the end of the second step.
 DEADLINES = {Role.JOINING: Deadline(600.0 + 300.0, 1 + JOIN_BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
 
-# A process may die of something that passes, so its slot is used again. After `MOST_LOSSES` losses within an hour it
-# stays empty for the rest of the session: another start would not remove their cause. Three starts that hang for their
-# full time fit into the hour.
+# A process may die of a passing cause, so its slot is used again. After `MOST_LOSSES` losses within an hour, the slot
+# stays empty for the rest of the session, since another start would not remove the cause. Three starts that hang for
+# their full time fit into the hour.
 MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
 LOSS_WINDOW = 3600.0  # seconds
 
@@ -58,7 +58,7 @@ class IllegalTransitionError(RuntimeError):
 
 
 def with_loss(losses: tuple[float, ...], now: float) -> tuple[float, ...]:
-    """Times of the recent losses, with one more at `now`."""
+    """Times of the recent losses, with a new loss at `now`."""
     return (*(moment for moment in losses if now - moment <= LOSS_WINDOW), now)
 
 
@@ -70,17 +70,18 @@ class Worker:
     slot: int
     allowed: frozenset[Role]
     role: Role = Role.IDLE
-    shape: str | None = None  # of its engine, in ROLLOUT (and JOINING or DRAINING one)
+    shape: str | None = None  # shape of its engine, in ROLLOUT, or while joining or draining one
     since: float = 0.0  # seconds on the caller's clock
-    losses: tuple[float, ...] = ()  # when it lost its process, within the last `LOSS_WINDOW`
-    node_lost: bool = False  # and may come back
+    losses: tuple[float, ...] = ()  # times at which the worker lost its process, within the last `LOSS_WINDOW`
+    node_lost: bool = False  # the node may come back
     most_losses: int = MOST_LOSSES
     lent: str | None = None  # shape of its engine, where the device serves users, too
 
     @property
     def duty(self) -> Duty:
-        """The worker's role, with the shape of an engine in service. A transitional role does no work yet, or no
-        more."""
+        """The worker's role, with the shape of its engine while in service. In a transitional role, a worker does no
+        work.
+        """
         return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
 
     @property
@@ -107,7 +108,7 @@ class Worker:
         return replace(self, role=role, since=now, shape=shape)
 
     def lose(self, now: float) -> Worker:
-        """The worker without its process, which counts as a loss."""
+        """The worker after the loss of its process, which is counted."""
         return replace(self.become(Role.FAILED, now), losses=with_loss(self.losses, now))
 
 
@@ -161,7 +162,7 @@ class WorkerPool:
 def make_pool(
     core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES, *, lent: int = 0, lent_shape: str = ""
 ) -> WorkerPool:
-    """Core trainers first, then hybrids, then engines, those on lent devices last; slot numbers in that order."""
+    """Make the pool: core trainers, hybrids, engines, and engines on lent devices last; slot numbers in that order."""
     kinds = [
         ("core", core, {Role.TRAIN}),
         ("hybrid", hybrid, {Role.TRAIN, Role.ROLLOUT}),
@@ -189,11 +190,12 @@ def bucket_limits(plans: Iterable[Allocation]) -> list[tuple[str, int]]:
 def current_allocation(
     duties: Iterable[Duty], limits: Iterable[tuple[str, int]], longest_context: int
 ) -> Allocation | None:
-    """Allocation of workers with these duties, in buckets with these `limits`; None when none trains or none generates.
+    """Allocation of workers with these duties, in buckets with these `limits`; None if no worker trains or none
+    generates.
 
-    The first limit of a shape counts: between two allocations, engines of both run. A bucket without an engine
-    disappears: its range joins the next longer one, the last range the longest remaining one. Of two buckets that end
-    at the same length the first one stays.
+    Between two allocations, engines of both run; the first limit of a shape counts. A bucket without an engine is
+    removed, and the next longer bucket takes its range. Without a longer bucket, the longest remaining bucket takes the
+    range. Of two buckets with the same limit, the first stays.
     """
     doing = Counter(duties)
     ends: dict[str, int] = {}
@@ -211,9 +213,10 @@ def current_allocation(
 
 
 def fitted(allocation: Allocation, workers: Sequence[Worker], lent_shapes: Collection[str] = ()) -> Allocation:
-    """`allocation` fitted to the present workers. Missing workers come off the longest bucket first, which keeps one
-    engine, and then off the shortest ones; surplus workers join the longest one. Engines of `lent_shapes` are those on
-    the present lent devices. Raises `InfeasiblePlanError` if no worker is left to generate, or to train."""
+    """`allocation` fitted to the present workers. Missing workers are taken from the longest bucket, which keeps one
+    engine, and then from the shortest buckets. Surplus workers join the longest bucket. Each present lent device has an
+    engine of `lent_shapes`. Raises `InfeasiblePlanError` if no worker is left to generate, or to train.
+    """
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
     own = len(workers) - lent.total()
     core = sum(worker.allowed == {Role.TRAIN} for worker in workers)

@@ -1,6 +1,6 @@
 """The executor's interfaces: to the controller of worker processes, and to the observer of its moves.
 
-Invariant: processes, the storage of weights and the transport of bytes are left to the backend.
+Invariant: only the backend handles processes, stored weights and the transport of bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class WorkerLostError(ConnectionError):
 
 
 class WorkerFailedError(RuntimeError):
-    """The worker is alive and reports that it could not carry out an order."""
+    """The worker is alive and reports that an order failed."""
 
 
 class UnsupportedTransitionError(ValueError):
-    """A backend cannot carry out a part of a plan."""
+    """A backend does not support a part of a plan."""
 
 
 Outcome = Literal["done", "undone", "failed"]  # of a move
@@ -30,7 +30,8 @@ Outcome = Literal["done", "undone", "failed"]  # of a move
 
 class ProcessController(Protocol):
     """Starts, frees and ends workers. `free` and `start` raise `WorkerLostError`, `WorkerFailedError` or `TimeoutError`
-    when they fail; `end` then ends the rest of the worker."""
+    when they fail; the caller then calls `end`.
+    """
 
     @property
     def step_allowance(self) -> float:
@@ -43,7 +44,7 @@ class ProcessController(Protocol):
         ...
 
     def unsupported(self, transition: Transition) -> str | None:
-        """The part of the transition's plan that this backend cannot carry out, in one line; None if there is none."""
+        """Name, in one line, the part of the plan that this backend does not support; None if it supports all."""
         ...
 
     def offers(self, slot: int) -> bool:
@@ -51,12 +52,15 @@ class ProcessController(Protocol):
         ...
 
     async def free(self, worker: str, duty: Duty, then: Duty) -> None:
-        """Let a worker finish its work, and end its process. It may stay, out of the way, where it is of use after the
-        worker has done `then`."""
+        """Let a worker finish its work, and end its process. The backend may instead keep the process asleep, to use it
+        again after the worker's next duty, `then`.
+        """
         ...
 
     async def start(self, worker: str, duty: Duty) -> None:
-        """Start a process, in service when this returns. All of an earlier one is gone before it starts."""
+        """Start a process, which is in service when this returns. An earlier process of the slot ends completely
+        before.
+        """
         ...
 
     def end(self, worker: str, why: str) -> None:
@@ -64,11 +68,11 @@ class ProcessController(Protocol):
         ...
 
     def route(self, allocation: Allocation) -> None:
-        """Send turns to engines by these buckets from now on."""
+        """Send turns to engines by these buckets, from now on."""
         ...
 
     def declare_dead(self) -> None:
-        """Find processes that ended without a sign on a channel."""
+        """Find processes that ended without closing a channel."""
         ...
 
     async def stop(self) -> None:
@@ -78,17 +82,19 @@ class ProcessController(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MoveOutcome:
-    """One move that ended. `undone`: the worker has its earlier duty again; `failed`: it does nothing."""
+    """An ended move. `undone`: the worker has its earlier duty again; `failed`: the worker is idle."""
 
     move: Move
     seconds: float
     outcome: Outcome
-    why: str = ""  # it was not done
+    why: str = ""  # the reason why the move is not done
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Outcome of a transition: the moves made, and the reason why the rest was dropped; None: nothing was dropped."""
+    """Outcome of a transition: the ended moves, and the reason why later moves were dropped; None: no move was
+    dropped.
+    """
 
     moves: tuple[MoveOutcome, ...]
     failure: str | None

@@ -1,18 +1,18 @@
 """A recent ratio of two quantities.
 
-Invariant: it is a ratio of sums, so a small step counts little, whatever its own ratio.
+Invariant: the result is a ratio of sums, so a short step counts little.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_HALF_LIFE_STEPS = 5.0  # what is measured drifts as the policy learns
+_HALF_LIFE_STEPS = 5.0  # measured quantities drift as the policy learns
 
 
 @dataclass(slots=True)
 class Ratio:
-    """An exponentially forgotten ratio of sums; 1 before any observation."""
+    """A ratio of sums in which old observations count exponentially less; 1 before any observation."""
 
     above: float = 0.0
     below: float = 0.0

@@ -1,7 +1,7 @@
 """Recovery of workers that are lost during the first start, or during work between steps, such as an evaluation.
 
-Invariant: the remaining workers get their earlier duties while the work continues, or before it begins again. If none
-is left, the work ends with an error instead of waiting for ever. A started move ends before `during` returns.
+Invariant: the remaining workers get their earlier duties while the work continues, or before it begins again. Without a
+remaining worker, the work ends with an error. A started move ends before `during` returns.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from libra.plan.allocation import Allocation
 from libra.plan.problem import InfeasiblePlanError
 
 T = TypeVar("T")
-_ATTEMPTS = 3  # at work that begins again: if each of them loses a worker, another attempt would not remove the cause
-_MOST_UNDONE = 3  # plans that fail although no slot is lost, before the work is given up
+_ATTEMPTS = 3  # attempts at work that begins again; if each attempt loses a worker, another would not remove the cause
+_MOST_UNDONE = 3  # plans that may fail without the loss of a slot, before the work ends with an error
 
 
 class Recovery:
-    """Restores lost workers. `first` is the fallback if the current allocation is impossible; `warn` gets each
-    failure."""
+    """Restores lost workers. `first` is the fallback for an impossible current allocation; `warn` gets each failure."""
 
     def __init__(self, executor: Executor[ProcessController], first: Allocation, warn: Callable[[str], None]) -> None:
         self._executor, self._first, self._warn = executor, first, warn
@@ -44,7 +43,7 @@ class Recovery:
         cannot continue."""
         wanted = self._wanted()
         task = asyncio.create_task(work)
-        task.add_done_callback(lambda task: self._executor.drop_rest("what it was for is done"))
+        task.add_done_callback(lambda task: self._executor.drop_rest("the work is done"))
         try:
             while not task.done():
                 await self._recover(wanted, task.done)
@@ -57,7 +56,7 @@ class Recovery:
             await asyncio.gather(task, return_exceptions=True)
 
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run work that moves workers itself, and return its result. When a worker is lost, the work fails; it begins
+        """Run work that moves workers itself, and return its result. Work that fails by the loss of a worker begins
         again once the workers have their earlier duties. Raises the error of the last attempt, and errors of `during`.
         """
         wanted = self._wanted()
@@ -91,4 +90,4 @@ class Recovery:
             self._warn(f"the workers are not {whole.describe()} again: {applied.failure}")
             undone += any(moved.outcome == "undone" for moved in applied.moves)
             if undone == _MOST_UNDONE:
-                raise InfeasiblePlanError(f"the workers that are left do not become {whole.describe()}")
+                raise InfeasiblePlanError(f"the remaining workers do not become {whole.describe()}")

@@ -43,7 +43,8 @@ def _degrees(layout: ParallelLayout) -> str:
     dense = f"d{layout.dp}p{layout.pp}t{layout.tp}c{layout.cp}"
     if layout.ep == 1:
         return dense
-    # The same devices, with experts divided among data- and context-parallel ranks, and tensor-parallel ones if whole.
+    # The same devices, with experts divided among data- and context-parallel ranks, and also among tensor-parallel
+    # ranks if each expert stays whole.
     tp = 1 if layout.whole_experts else layout.tp
     data = layout.dp * layout.cp * layout.tp // (layout.ep * tp)
     return f"(attn:{dense}|ffn:d{data}p{layout.pp}t{tp}e{layout.ep})"

@@ -10,8 +10,9 @@ from libra.export.serve_line import ServeLine
 def gateway_file(
     lines: Sequence[ServeLine], router: str, url: Callable[[ServeLine], str] = lambda it: f"http://{it.host}:{it.port}"
 ) -> dict[str, object]:
-    """Engines, buckets and policy; hosts are placeholders unless `url` gives others. Raises ValueError if an engine
-    lacks its longest context, or one of a pair lacks its partner."""
+    """The file, with engines, buckets and policy; hosts are placeholders unless `url` gives addresses. Raises
+    ValueError for an engine without a longest context, or an engine of a pair without its partner.
+    """
     for line in lines:
         if line.up_to is None:
             raise ValueError(f"max_model_len of {line.name} is missing: the router needs it; add it to the file")

@@ -1,4 +1,4 @@
-"""The comment at the top of an export: the split, and the settings of the plan that are left to the reader."""
+"""The comment at the top of an export: the split, and the plan's settings that the user has to make."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from libra.config.recipe import Recipe
 from libra.export.split import DeviceSplit
 
-# Keys of a recipe that training or engines must have as the plan assumes; what is left out is known from the layout.
+# Keys of a recipe that training or engines must set as the plan assumes. The layout gives all other keys.
 _ASSUMED = (
     *(
         "dtype",
@@ -25,18 +25,19 @@ _ASSUMED = (
 
 
 def header(split: DeviceSplit, written: Collection[str]) -> str:
-    """Comment lines, in the syntax that shell, TOML and YAML share. `written` are keys of the recipe that the text
-    sets; the comment names others that differ from their defaults."""
+    """Comment lines, in the syntax that shell, TOML and YAML share. `written` are the recipe's keys that the export
+    sets; the comment names other keys that differ from their defaults.
+    """
     framework, recipe = split.framework, split.recipe
     lines = [
         f"{split.title}: {split.train_gpus} GPUs train, {split.rollout_gpus} generate, {split.idle_gpus} idle.",
         f"Written by libra export --for {framework.name}. The plan routes by {recipe.router}.",
     ]
     if framework.router is not None and recipe.router != framework.router:
-        lines.append(f"{framework.name} routes by {framework.router}: put `libra route` before the engines.")
+        lines.append(f"{framework.name} routes by {framework.router}: put `libra route` in front of the engines.")
     unsaid = list(_unsaid(split, written))
     if unsaid:
-        lines.append(f"The plan also assumes, and this does not say: {', '.join(unsaid)}.")
+        lines.append(f"The plan also assumes these settings, which are not in this file: {', '.join(unsaid)}.")
     return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 
 
@@ -46,4 +47,4 @@ def _unsaid(split: DeviceSplit, written: Collection[str]) -> Iterator[str]:
         if key not in written and value != Recipe.model_fields[key].default:
             yield f"{key} {value}"
     if split.layout.recompute == "selective" and split.family not in ("", "Megatron") and "recompute" not in written:
-        yield "recomputation of norms and the gated product alone"
+        yield "recomputation of only norms and the gated product"

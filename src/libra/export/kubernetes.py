@@ -1,4 +1,4 @@
-"""Engine lines as objects of Kubernetes: a StatefulSet for equal engines, and `libra route` before them.
+"""Engine lines as objects of Kubernetes: a StatefulSet for equal engines, and `libra route` in front of them.
 
 Fields: Kubernetes 1.31, `apps/v1` and `v1`. An engine is a pod, which gets its GPUs from the device plug-in.
 """
@@ -19,7 +19,7 @@ _ROUTER_PORT = 9000
 
 
 def manifests(lines: Sequence[ServeLine], router: str) -> str:
-    """YAML documents; the model's volume, node selectors and the token of the router stay yours. Raises ValueError like
+    """YAML documents. You add the model's volume, node selectors and the router's token. Raises ValueError like
     `gateway_file`."""
     urls: dict[str, str] = {}
     documents: list[dict[str, object]] = []
@@ -33,7 +33,7 @@ def manifests(lines: Sequence[ServeLine], router: str) -> str:
 
 
 def _equal(lines: Sequence[ServeLine]) -> Iterator[list[ServeLine]]:
-    """Neighbours that differ only in their place."""
+    """Groups of adjacent lines that differ only in host and GPUs."""
     for _, its in groupby(lines, lambda it: (it.model, it.arguments, it.bucket, len(it.gpus), dict(it.environment))):
         yield list(its)
 
@@ -90,7 +90,7 @@ def _route(file: str) -> Iterator[dict[str, object]]:
         "image": _ROUTER,
         "args": [*words, "--token-file", "/etc/libra-token/token"],
         "ports": [{"containerPort": _ROUTER_PORT}],
-        "securityContext": {"runAsUser": 0},  # secret volumes are root's, and a token of another owner is not taken
+        "securityContext": {"runAsUser": 0},  # root owns secret volumes, and the router takes only its owner's token
         "volumeMounts": [
             {"name": "file", "mountPath": "/etc/libra"},
             {"name": "token", "mountPath": "/etc/libra-token", "readOnly": True},

@@ -1,7 +1,7 @@
 """A configuration that NeMo-RL merges over one of its own.
 
 Keys: NeMo-RL at 7ea279ab (2026-08-22), `examples/configs/grpo_math_1B.yaml`; `nemo_rl/algorithms/grpo.py:setup` divides
-nodes between rollout and training: on one node its GPUs, on several whole nodes.
+a single node by GPUs, and several nodes as whole nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The configuration of prime-rl's `rl` command.
 
 Keys: prime-rl at 559b4477 (2026-08-21), `packages/prime-rl-configs/src/prime_rl/configs`: `rl.py` (deployment),
-`orchestrator.py`, `trainer.py`, `inference.py`. Nodes of several machines need a `[slurm]` table, which is the user's.
+`orchestrator.py`, `trainer.py`, `inference.py`. Several nodes need a `[slurm]` table, which the user adds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _tables(split: DeviceSplit) -> Iterator[tuple[str, Table]]:
     trainer["reshard_after_forward"] = layout.sharding == "zero3"
     trainer["optim_cpu_offload"] = recipe.offload_optimiser  # prime-rl's default is to offload
     trainer["fused_lm_head_token_chunk_size"] = 8192 if layout.chunked_logits else "disabled"
-    # Both are on unless they are refused, by the word that prime-rl reads as null.
+    # Both default to on; the word that prime-rl reads as null turns them off.
     trainer |= {"ac_offloading": "None"} | ({"ac": "None"} if layout.recompute == "none" else {})
     yield "trainer.model", trainer
     if layout.recompute != "none":

@@ -15,8 +15,8 @@ from libra.export.split import DeviceSplit, Engines
 
 FIRST_PORT = 8000
 SIDE_CHANNEL = 5600
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM reserves room for
-# Engines with roles pass KV on by NIXL, vLLM's own connector for that.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks for which vLLM reserves memory
+# Prefill and decode engines transfer KV by NIXL, through vLLM's connector.
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 Flag = bool | int | float | str | Mapping[str, object]
@@ -34,7 +34,7 @@ class ServeLine:
     note: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     bucket: int = 0
-    up_to: int | None = None  # tokens of the longest context that it serves; None: the model's
+    up_to: int | None = None  # tokens of the longest context that the engine serves; None: the model's limit
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class ServeLine:
 
     @property
     def arguments(self) -> list[str]:
-        """The words after `vllm serve MODEL`, without the port and not quoted."""
+        """The arguments after `vllm serve MODEL`, without the port and unquoted."""
         words = []
         for name, value in self.flags.items():
             if value is not False:
@@ -78,7 +78,7 @@ def _written(value: Flag) -> str:
 
 
 def engine_flags(recipe: Recipe, engines: Engines) -> dict[str, Flag]:
-    """The flags of one of a plan's engines."""
+    """The flags of an engine of a plan."""
     flags: dict[str, Flag] = {
         "tensor-parallel-size": engines.tp,
         "max-num-seqs": engines.max_num_seqs,
@@ -101,8 +101,9 @@ def engine_flags(recipe: Recipe, engines: Engines) -> dict[str, Flag]:
 
 
 def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mapping[str, Flag]) -> tuple[ServeLine, ...]:
-    """A line for each engine of the plan, by bucket; all get `environment` and `more` flags. Ports count from
-    `FIRST_PORT` on each node."""
+    """A line for each engine of the plan, by bucket; all lines get `environment` and the flags in `more`. Ports count
+    from `FIRST_PORT` on each node.
+    """
     lines = []
     used: dict[str, int] = {}
     for engines in split.engines:
@@ -120,7 +121,7 @@ def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mappin
 
 def script(lines: Sequence[ServeLine]) -> str:
     """The lines, each under a comment that names its node."""
-    first = "# Run each engine's line in a shell of its own: it serves until it is stopped.\n"
+    first = "# Run each engine's line in its own shell: the engine serves until it is stopped.\n"
     return first + "".join(
         f"# on {line.host}{f': {line.note}' if line.note else ''}\n{line.command}\n" for line in lines
     )

@@ -9,7 +9,7 @@ from libra.hardware.parallel import ParallelLayout
 
 
 def array(name: str, arguments: Iterable[str]) -> str:
-    """A bash array with one argument, or one flag with its values, a line."""
+    """A bash array. Each line has one argument, or one flag with its values."""
     lines = "".join(f"  {argument}\n" for argument in arguments)
     return f"{name}=(\n{lines})\n"
 

@@ -44,7 +44,7 @@ def _settings(split: DeviceSplit) -> Iterator[Setting]:
     yield from ((f"generator.inference_engine.{key}", value) for key, value in _engines(split))
     yield "trainer.fully_async.enabled", split.asynchronous
     yield "trainer.fully_async.max_staleness_steps", recipe.staleness
-    # Groups that are generated at once: SkyRL allows one batch at least, and as many as staleness admits at most.
+    # Groups in generation at once: SkyRL needs at least one batch, and at most what the bound on staleness admits.
     most = recipe.prompts * (1 + recipe.staleness)
     groups = most if recipe.concurrency is None else recipe.concurrency // recipe.samples_per_prompt
     yield "trainer.fully_async.num_parallel_generation_workers", min(most, max(recipe.prompts, groups))

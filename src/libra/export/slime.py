@@ -1,8 +1,9 @@
 """Arguments of slime, and the file that describes its engines.
 
 Keys: slime at 624b824a (2026-08-21), `slime/utils/arguments.py` and `slime/backends/sglang_utils/sglang_config.py`;
-miles at 31f1ca96 has the same; vime names the file's key and flag after vLLM (`vime/backends/vllm_utils`, at 3c06ae51).
-Degrees and recomputation are Megatron-LM's arguments, overrides SGLang's `ServerArgs` or vLLM's `AsyncEngineArgs`.
+miles at 31f1ca96 has the same keys. vime names the file's key and flag after vLLM (`vime/backends/vllm_utils`, at
+3c06ae51). Degrees and recomputation are arguments of Megatron-LM. Overrides are SGLang's `ServerArgs` or vLLM's
+`AsyncEngineArgs`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from libra.export.split import DeviceSplit, Engines
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """The terms of one inference engine."""
+    """Names of arguments and overrides for one inference engine."""
 
     name: Literal["sglang", "vllm"]
     memory: str  # argument for the share of memory that an engine takes

@@ -1,4 +1,4 @@
-"""Engine lines as a batch script of Slurm: a step for each engine, and `libra route` before them.
+"""Engine lines as a batch script of Slurm: a step for each engine, and `libra route` in front of them.
 
 Directives: Slurm 23.11, `sbatch` and `srun`; nodes of several classes are components of a heterogeneous job.
 """
@@ -14,14 +14,16 @@ from libra.export.gateway_file import gateway_file
 from libra.export.serve_line import ServeLine
 
 _STEPS = """\
-# An engine is a step on its node; if one ends, the job does.
+# An engine is a step on its node; if an engine ends, the job ends.
 run() { srun --overlap --het-group="${group[$1]}" --nodes=1 --ntasks=1 --nodelist="${host[$1]}" bash -c "$2" & }
 """
 _PLAIN = _STEPS.replace(' --het-group="${group[$1]}"', "")
 
 
 def batch_script(lines: Sequence[ServeLine], router: str) -> str:
-    """The script; the partition, the account and the time limit stay yours. Raises ValueError like `gateway_file`."""
+    """The batch script. You add the partition, the account and the time limit. Raises ValueError like
+    `gateway_file`.
+    """
     classes = list(dict.fromkeys(_class(it) for it in lines))
     hosts = {name: list(dict.fromkeys(it.host for it in lines if _class(it) == name)) for name in classes}
     several = len(classes) > 1

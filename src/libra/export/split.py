@@ -1,7 +1,7 @@
 """The division of a cluster by a plan, for configurations of frameworks.
 
-Invariant: every GPU of the cluster trains, generates or is idle, and is counted once. A `DeviceSplit` is one that its
-framework can express; others are refused here, naming the conflicting part of the plan.
+Invariant: every GPU of the cluster trains, generates or is idle, and is counted once. A framework can express each
+`DeviceSplit` made for it. This module refuses other plans, and names the conflicting part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Engines:
     tp: int  # GPUs of one engine
     max_num_seqs: int
     bucket: int
-    up_to: int  # tokens of the longest context that they serve
+    up_to: int  # tokens of the longest context that the engines serve
     places: tuple[DeviceGroup, ...]  # one for each engine
 
     @property
@@ -75,12 +75,12 @@ class DeviceSplit:
 
     @property
     def train_shape(self) -> tuple[int, int]:
-        """Nodes that train, and GPUs of each."""
+        """Number of nodes that train, and the GPUs of each node."""
         return _grid(self.train_gpus, self.train_class.gpus)
 
     @property
     def rollout_shape(self) -> tuple[int, int]:
-        """Nodes that generate, and GPUs of each."""
+        """Number of nodes that generate, and the GPUs of each node."""
         return _grid(self.rollout_gpus, self.rollout_class.gpus)
 
     @property
@@ -89,8 +89,8 @@ class DeviceSplit:
         train, rollout = self.train_class.gpus, self.rollout_class.gpus
         if train != rollout:
             raise ExportError(
-                f"nodes that train have {train} GPUs, nodes that generate {rollout}: {self.framework.name} has one"
-                " number for both; plan for nodes that are alike"
+                f"nodes that train have {train} GPUs, nodes that generate {rollout}: {self.framework.name} has "
+                f"one setting for both; plan for equal nodes"
             )
         return train
 
@@ -146,7 +146,7 @@ def split_of(plan: Plan, framework: Framework) -> DeviceSplit:
         family = family_of(framework, layout, request.model.layers)
         if family is None:
             names = " or ".join(it.name for it in framework.families)
-            raise _refused(framework, f"training is {layout.name}, which is not of {names}")
+            raise _refused(framework, f"training is {layout.name}, which is not a layout of {names}")
         if split.recipe.batch % layout.dp:
             raise _refused(
                 framework, f"{layout.dp} data-parallel ranks do not divide the batch of {split.recipe.batch}"
@@ -158,7 +158,7 @@ def split_of(plan: Plan, framework: Framework) -> DeviceSplit:
 
 
 def _refused(framework: Framework, part: str, also: str = "") -> ExportError:
-    return ExportError(f"{part}: {framework.name} cannot express that; plan again with {also}--for {framework.name}")
+    return ExportError(f"{part}: {framework.name} cannot express this; plan again with {also}--for {framework.name}")
 
 
 def _engines(plan: Plan) -> Iterator[Engines]:
@@ -191,7 +191,7 @@ def _require_expressible(split: DeviceSplit) -> None:
 
 
 def _on_whole_nodes(split: DeviceSplit) -> DeviceSplit:
-    """The split with engines on nodes of their own. Raises `ExportError` if their number makes them share nodes."""
+    """The split with engines on separate nodes. Raises `ExportError` if engines and training must share a node."""
     framework, nodes = split.framework, split.train_class
     if split.nodes == 1:
         return split
@@ -209,7 +209,7 @@ def _on_whole_nodes(split: DeviceSplit) -> DeviceSplit:
 
 
 def _packed(engines: Sequence[Engines], nodes: NodeClass) -> tuple[Engines, ...]:
-    """The engines on the first nodes, the largest first, so none shares a node with training."""
+    """Pack the engines onto the first nodes, the largest first, so that no engine shares a node with training."""
     taken, placed = 0, {}
     for group in sorted(engines, key=lambda it: -it.tp):
         starts = range(taken, taken + group.gpus, group.tp)
@@ -229,7 +229,7 @@ def _packed(engines: Sequence[Engines], nodes: NodeClass) -> tuple[Engines, ...]
 
 
 def _grid(gpus: int, of_node: int) -> tuple[int, int]:
-    """Nodes and GPUs of each, as many as divide both: 20 GPUs on nodes of 8 become 5 times 4."""
+    """Equal nodes for the GPUs, and the GPUs of each: 20 GPUs on nodes of 8 become 5 nodes of 4."""
     if gpus <= of_node:
         return 1, gpus
     each = math.gcd(gpus, of_node)

@@ -28,7 +28,7 @@ class Emitter:
 
     emit: Callable[[DeviceSplit], str]
     format: Format
-    written: frozenset[str] = frozenset()  # keys of the recipe that only some writers have words for
+    written: frozenset[str] = frozenset()  # keys of the recipe that only some writers can set
 
 
 EMITTERS: Mapping[str, Emitter] = MappingProxyType(
@@ -62,14 +62,18 @@ LAUNCHERS: Mapping[str, Callable[[Sequence[ServeLine], str], str]] = MappingProx
 
 
 def launch_file(plan: Plan, launcher: str) -> Exported:
-    """The plan's engines, and the router before them, as a file for `launcher`. Raises ValueError like `export`."""
+    """A file for `launcher` that starts the plan's engines, and the router in front of them. Raises ValueError like
+    `export`.
+    """
     split = split_of(plan, framework_named("vllm"))
     lines = serve_lines(split, {}, {})
     return Exported(split, launch_format(launcher), launched(lines, split.recipe.router, launcher))
 
 
 def launched(lines: Sequence[ServeLine], router: str, launcher: str) -> str:
-    """Raises ValueError for an unknown launcher, and like `gateway_file`."""
+    """A file for `launcher` that starts these engines and a router. Raises ValueError for an unknown launcher, and like
+    `gateway_file`.
+    """
     if launcher not in LAUNCHERS:
         raise ValueError(f"--launch: {unknown('launcher', launcher, LAUNCHERS)}")
     return LAUNCHERS[launcher](lines, router)
@@ -80,11 +84,12 @@ def launch_format(launcher: str) -> Format:
 
 
 def export(plan: Plan, name: str) -> Exported:
-    """The plan for the framework of this name. Raises ValueError for a name that has no export, and `ExportError` for a
-    plan that the framework cannot express."""
+    """The plan for the named framework. Raises ValueError for a name without an export, and `ExportError` for a plan
+    that the framework cannot express.
+    """
     framework = framework_named(name)
     if framework is OWN:
-        raise ValueError("nothing has to be exported for libra: give the plan to libra run --plan")
+        raise ValueError("libra needs no export: give the plan to libra run --plan")
     emitter = EMITTERS[framework.name]
     split = split_of(plan, framework)
     return Exported(split, emitter.format, header(split, emitter.written) + emitter.emit(split))

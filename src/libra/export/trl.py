@@ -1,7 +1,7 @@
 """Files, engine lines and arguments for TRL's AsyncGRPO: accelerate.yaml, gateway.yaml and `AsyncGRPOConfig`.
 
 Keys: TRL 1.16.0, `trl/experimental/async_grpo/async_grpo_config.py` and `trl/accelerate_configs/fsdp2.yaml`, whose keys
-are accelerate's (1.15). Its trainer uses one URL, and needs the engines' control endpoints: VLLM_SERVER_DEV_MODE and
+are accelerate's (1.15). The trainer uses one URL. It needs the engines' control endpoints (VLLM_SERVER_DEV_MODE) and
 weight transfer by NCCL, as in `docs/source/async_grpo_trainer.md`.
 """
 
@@ -66,7 +66,7 @@ def _accelerate(split: DeviceSplit) -> dict[str, object]:
         "mixed_precision": split.recipe.dtype if split.recipe.dtype != "fp32" else "no",
         "num_machines": nodes,
         "num_processes": split.train_gpus,
-        # On the only node, engines have the others; elsewhere, nodes are whole.
+        # A single node is divided by GPUs; several nodes are divided as whole nodes.
         **({"gpu_ids": ",".join(map(str, own))} if split.nodes == 1 else {}),
         "machine_rank": 0,
         "rdzv_backend": "static",

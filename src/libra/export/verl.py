@@ -1,8 +1,9 @@
 """Overrides of verl's fully asynchronous trainer.
 
-Keys: verl 0.9.1, `verl/experimental/fully_async_policy/config` and its files of `verl/trainer/config`. Its bound of
-staleness is a share: `(1 + staleness_threshold)` batches may be generated between two updates
-(`fully_async_rollouter.py:set_max_required_samples`). With one batch an update this is a whole number of versions.
+Keys: verl 0.9.1, `verl/experimental/fully_async_policy/config` and its files of `verl/trainer/config`. verl bounds
+staleness by a share: `(1 + staleness_threshold)` batches may be generated between two updates
+(`fully_async_rollouter.py:set_max_required_samples`). With one batch per update, the share is a whole number of
+versions.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _actor(split: DeviceSplit) -> Iterator[Setting]:
     recipe, layout = split.recipe, split.layout
     yield "ppo_mini_batch_size", recipe.prompts
     yield "use_dynamic_bsz", True
-    # A trajectory longer than this is refused by verl, so it is never below the longest one.
+    # verl refuses longer trajectories, so the limit is at least the longest trajectory.
     longest = max(layout.micro_tokens, recipe.max_length)
     yield "ppo_max_token_len_per_gpu", math.ceil(longest / layout.cp)
     if split.family == "Megatron":

@@ -22,8 +22,9 @@ def emit(split: DeviceSplit) -> str:
 
 
 def file_lines(path: Path | str) -> tuple[str, list[ServeLine], str]:
-    """A comment, a line for each engine of a file of engines, packed onto nodes in the order of the file, and the
-    file's router. Raises `ConfigError` if the file has a key without a flag of vLLM."""
+    """A comment, a line for each engine of the file, and the file's router. Engines are packed onto nodes in the order
+    of the file. Raises `ConfigError` if the file has a key without a flag of vLLM.
+    """
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
     bucketed = any(section.bucket for section in file.engines)
@@ -35,18 +36,21 @@ def file_lines(path: Path | str) -> tuple[str, list[ServeLine], str]:
             raise ConfigError(f"{path}: engines[{index}].{error}") from None
     gpus = sum(len(line.gpus) for line in lines)
     return (
-        f"# {path.name}: engines on {gpus} GPUs, one a line. Written by libra export --for vllm.\n",
+        f"# {path.name}: engines on {gpus} GPUs, one per line. Written by libra export --for vllm.\n",
         lines,
         file.route,
     )
 
 
 def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[ServeLine]:
-    """Lines of the section's engines, on nodes that no other section uses. Raises ValueError with the key."""
+    """Lines of the section's engines, on nodes of no other section. Raises ValueError with the key."""
     if section.afd is not None:
-        raise ValueError("afd: vllm serve keeps attention and experts together; search without attention-ffn")
+        raise ValueError("afd: vllm serve cannot separate attention from experts; search without attention-ffn")
     if section.kv_tiers:
-        raise ValueError("kv_tiers: vllm serve takes them from a connector of your own; leave them out and add it")
+        raise ValueError(
+            "kv_tiers: vllm serve needs a connector of yours for these; remove kv_tiers, and add the "
+            "connector's flags yourself"
+        )
     each = section.tensor_parallel_size * section.pipeline_parallel_size * section.data_parallel_size
     node = section.node.gpus if section.node is not None else max(_NODE, each)
     if each > node:
@@ -66,7 +70,7 @@ def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[
 
 
 def _flags(section: EngineSection) -> dict[str, Flag]:
-    """Values equal to vLLM's defaults are written only if the search has decided them."""
+    """Flags and values. A value equal to vLLM's default is written only if the search chose it."""
     flags: dict[str, Flag] = {"tensor-parallel-size": section.tensor_parallel_size}
     if section.max_num_seqs is not None:
         flags["max-num-seqs"] = section.max_num_seqs

@@ -1,7 +1,7 @@
 """Statistics of trajectories' lengths, tracked as they drift.
 
-Invariant: every answer is taken from the same weighted evidence. Running trajectories are evidence, too: of their work
-so far, in tokens and tools, never of their final length.
+Invariant: every answer uses the same weighted evidence. A running trajectory is evidence of its work so far, in tokens
+and tools, never of its final length.
 """
 
 from libra.lengths.classes import TAIL_SHARE, TrajectoryClass

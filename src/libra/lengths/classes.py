@@ -1,6 +1,6 @@
-"""A distribution of trajectories by final context, and the few classes for pricing it.
+"""A distribution of trajectories by final context, and its few classes for pricing.
 
-Invariant: shares sum to 1 and classes are runs of neighbouring bins, so every weighted mean over the classes is the
+Invariant: shares sum to 1, and a class is a range of adjacent bins. So every weighted mean over the classes equals the
 weighted mean over the bins.
 """
 
@@ -15,38 +15,40 @@ from numpy.typing import NDArray
 from libra.lengths.cohorts import LOG_CONTEXT, Sums
 from libra.lengths.members import Member, Members, of_classes
 
-TAIL_SHARE = 0.05  # the class of the longest trajectories holds at most this share of them, if bins allow
+TAIL_SHARE = 0.05  # largest share of trajectories in the longest class, if bins allow
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryClass:
-    """Trajectories of similar final context, as one weighted class: means over its trajectories, save for `share`,
-    `peak_context` and `members`. Lengths are tokens, times are seconds."""
+    """Trajectories of similar final context as one weighted class. Fields are means over its trajectories, except
+    `share`, `peak_context` and `members`. Lengths are tokens, times are seconds.
+    """
 
     share: float  # fraction of trajectories; the shares of a workload sum to 1
-    peak_context: int  # no trajectory of the class needs more
-    mean_context: float  # of the final contexts
+    peak_context: int  # largest context of any trajectory of the class
+    mean_context: float  # mean of the final contexts
     generated: float  # G: tokens generated
     context_sum: float  # C: sum of the context length over those tokens
-    prefill: float  # tokens prefilled with a warm prefix cache: prompt and tool returns, each once
+    prefill: float  # tokens prefilled with a warm prefix cache: the prompt and each tool return, once
     turns: float
     tool_seconds: float
-    before_first_return: float  # fraction of `generated` that belongs to the first turn, before any tool has spoken
-    members: tuple[Member, ...] = ()  # by which its longest trajectory is priced; none: all are like the mean
-    seen: float | None = None  # equally weighted finished trajectories that are as much evidence; None: certain
+    before_first_return: float  # fraction of `generated` in the first turn, before any tool return
+    # For the price of its longest trajectory; empty: all trajectories are like the mean.
+    members: tuple[Member, ...] = ()
+    seen: float | None = None  # effective sample size: equally weighted finished trajectories; None: certain
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Trajectories by final context: one entry, or row, for each bin that holds any, shortest first."""
+    """Trajectories by final context: one entry or row for each bin that is not empty, shortest first."""
 
-    shares: Array  # of the trajectories; they sum to 1
-    sums: Array  # [bin, field of `Sums`], so that a column's total is the mean over all trajectories
+    shares: Array  # shares of the trajectories, which sum to 1
+    sums: Array  # [bin, field of `Sums`]; a column's total is the mean over all trajectories
     lower: Array  # tokens: the bin's lower edge
     peaks: Array  # tokens: the longest final context in the bin
-    samples: float  # equally weighted finished trajectories that would be as much evidence
+    samples: float  # effective sample size: equally weighted finished trajectories
     members: Members
 
     def total(self) -> Sums:
@@ -54,7 +56,7 @@ class Distribution:
         return Sums(*self.sums.sum(axis=0))
 
     def quantile(self, q: float) -> float:
-        """Final context in tokens that a share `q` does not exceed, evenly spread in the logarithm within a bin."""
+        """Quantile `q` of the final context in tokens, with trajectories of a bin spread evenly in the logarithm."""
         upto = np.cumsum(self.shares)
         at = min(int(np.searchsorted(upto, q)), len(upto) - 1)
         inside = min(1.0, 1 - float((upto[at] - q) / self.shares[at]))
@@ -90,7 +92,7 @@ def _class(sums: Sums, peak: int, members: tuple[Member, ...], samples: float) -
         prefill=float(sums.prefill / count),
         turns=float(sums.turns / count),
         tool_seconds=float(sums.tool_seconds / count),
-        # If nothing was generated, no part of it came after a tool return.
+        # Without generated tokens, no token came after a tool return.
         before_first_return=float(sums.first_generated / sums.generated) if sums.generated > 0 else 1.0,
         members=members,
         seen=count * samples,
@@ -98,9 +100,9 @@ def _class(sums: Sums, peak: int, members: tuple[Member, ...], samples: float) -
 
 
 def partition(shares: Array, peaks: Array, limit: int) -> list[int]:
-    """Start of each of at most `limit` classes of neighbouring bins, by dynamic programming over the last start.
+    """Starts of at most `limit` classes of adjacent bins, by dynamic programming.
 
-    Minimises `sum share * (peak of its class - peak)`: the tokens by which the mean final context is overstated.
+    Minimises `sum share * (peak of its class - peak)`, the tokens by which classes overstate the mean final context.
     """
     bins = len(shares)
     below = np.concatenate(([0.0], np.cumsum(shares)))

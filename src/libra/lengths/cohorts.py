@@ -1,7 +1,7 @@
-"""The evidence before it is weighed: trajectories in cohorts by start version, and in cells by work and context.
+"""The unweighted evidence: trajectories in cohorts by start version, and in cells by work and context.
 
-Invariant: within a cohort nothing depends on the order of arrival, so the sum of two cohorts has the evidence of both.
-The one exception is the opening cohort, whose trajectories are forgotten one by one as they arrive.
+Invariant: a cohort does not depend on the order of arrival, so the sum of two cohorts has the evidence of both. The
+only exception is the opening cohort, where each arrival reduces the weight of earlier trajectories.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from numpy.typing import NDArray
 from libra.trajectory import Trajectory
 
 OCTAVES = 32  # bins reach contexts of 2**32 tokens
-WORK_OCTAVES = 48  # and work of 2**48 prefilled tokens, some 900 years
-# The work of a generated token and of a tool second, in prefilled tokens. Assumed: engines prefill 10,000 tokens and
-# decode 50 tokens of a sequence in a second. Estimates hardly change with engines four times slower, or twice as fast:
-# what counts is which of two trajectories takes longer.
+WORK_OCTAVES = 48  # bins reach work of 2**48 prefilled tokens, some 900 years
+# The work of a generated token and of a tool second, in prefilled tokens. Assumed: in a second, an engine prefills
+# 10,000 tokens, or decodes 50 tokens of a sequence. Estimates hardly change with engines four times slower or twice as
+# fast, since they depend only on which of two trajectories takes longer.
 GENERATED, SECOND = 200, 10_000
-RECENT = 4  # drift compares the tracker with one that forgets this many times faster
-# A trajectory of weight w counts with these powers of w: to be averaged, by the two memories, and for the variances of
-# such averages.
+RECENT = 4  # drift detection compares the evidence with evidence that is forgotten this many times faster
+# Powers of a trajectory's weights in the two memories: first powers for averages, second powers for their variances.
 POWERS = np.array([1, RECENT, 2, 1 + RECENT, 2 * RECENT])
-_NOTHING = 1e-6  # trajectories: a bin of the opening cohort with less weight than this is emptied
+_NOTHING = 1e-6  # weight in trajectories below which a bin of the opening cohort is emptied
 
 Array = NDArray[np.float64]
 
 
 class Sums(NamedTuple):
-    """Contribution of one trajectory to its bin, in tokens and seconds; a bin holds the sums."""
+    """Contribution of one trajectory to the sums of its bin, in tokens and seconds."""
 
     trajectories: float
     final_context: float
@@ -43,8 +42,8 @@ class Sums(NamedTuple):
     prefill: float
     turns: float
     tool_returns: float
-    unknown_returns: float  # tool returns whose seconds were not recorded
-    tool_seconds: float  # of all returns
+    unknown_returns: float  # tool returns without recorded seconds
+    tool_seconds: float  # seconds of all tool returns
     tool_seconds_squared: float  # of the trajectory's tool seconds
     generated_tool_seconds: float  # the product of both
 
@@ -53,11 +52,12 @@ LOG_CONTEXT = Sums._fields.index("log_context")
 
 
 def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: float = 0.0) -> Sums:
-    """Sums of one trajectory so far. The cache keeps whole blocks of `block_tokens` tokens; a tool return whose seconds
-    were not recorded counts as `unknown_tool_seconds`.
+    """Sums of one trajectory so far.
 
-    A context shorter than the engine's was rewritten (compaction). Then only the prompt is assumed to be still in the
-    cache: agents rewrite their history, not their instructions. If the context is shorter than the prompt, nothing is.
+    The prefix cache keeps whole blocks of `block_tokens` tokens. A tool return without recorded seconds counts as
+    `unknown_tool_seconds`. A turn that starts with a shorter context than the engine's follows a compaction. Then only
+    the prompt is assumed to be cached, since agents rewrite their history, not their instructions. If the context is
+    shorter than the prompt, no token is assumed to be cached.
     """
     context_sum, prefill, end, generated = 0, 0, 0, 0
     prompt = trajectory.prompt_tokens
@@ -92,30 +92,31 @@ def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: flo
 
 
 def final_context(trajectory: Trajectory) -> int:
-    """The most tokens that a trajectory ever held. Bins are logarithmic: an empty context counts as one token."""
+    """Largest context of a trajectory in tokens; at least 1, since bins are logarithmic."""
     return max(1, trajectory.peak_context)
 
 
 def work(sums: Sums) -> float:
-    """Time that a trajectory has taken so far, on engines of one speed, in prefilled tokens; at least 1.
+    """Time that a trajectory has taken so far on engines of constant speed, in prefilled tokens; at least 1.
 
-    Trajectories that started together have had the same time, so time decides which of them are seen to finish. Wall
-    time would suffice for engines of constant speed. But they slow down with load, for all at once, and this clock
-    slows down with them.
+    Trajectories that started together have had the same time, so time decides which of them have finished. Wall time
+    would suffice for engines of constant speed. Real engines slow down under load, for all trajectories at once, and so
+    does this clock.
     """
     return max(1.0, sums.prefill + GENERATED * sums.generated + SECOND * sums.tool_seconds)
 
 
 class Cell(NamedTuple):
-    """Bins of the logarithms of work and context, for trajectories that are similar in both."""
+    """A cell of trajectories with similar work and context: the bins of both logarithms."""
 
     work: int
     context: int
 
 
 def place(trajectory: Trajectory, sums: Sums, bins_per_octave: int) -> tuple[Cell, float]:
-    """(cell of a trajectory, its passed part of the work bin, in the logarithm). Raises ValueError for a context beyond
-    all bins."""
+    """The cell of a trajectory, and the part of the work bin that it has passed, in the logarithm. Raises ValueError
+    for a context beyond all bins.
+    """
     context = sums.final_context
     if context >= 2**OCTAVES:
         raise ValueError(f"trajectory {trajectory.id} holds {context} tokens; at most 2**{OCTAVES} - 1 are tracked")
@@ -178,11 +179,11 @@ class Cohort:
 
     bins: int  # of the context
     finished: int = 0
-    # Columns: finished trajectories by `POWERS` (they differ only in the opening cohort), and the fields of `Sums`.
+    # Columns: finished trajectories by `POWERS` (powers differ only in the opening cohort), and the fields of `Sums`.
     table: Table = field(default_factory=lambda: Table(SUMS.stop))
-    # Columns: unfinished trajectories, and the sum over them of the part of the work bin they have behind them.
+    # Columns: unfinished trajectories, and the sum of the parts of the work bin that they have passed.
     running: Table = field(default_factory=lambda: Table(2))
-    peaks: Array = field(init=False)  # [context bin] tokens: the longest finished one
+    peaks: Array = field(init=False)  # [context bin] tokens of the longest finished trajectory
 
     def __post_init__(self) -> None:
         self.peaks = np.zeros(self.bins)

@@ -1,9 +1,9 @@
-"""Cohorts weighed together, in two memories: estimates for running trajectories, and a test for changes of lengths.
+"""Weighted evidence of all cohorts, in two memories: estimates that include running trajectories, and a test for drift.
 
-Invariant: a trajectory weighs `2 ** (-n / half_life)` if n have started with later versions, finished or not; in the
-opening cohort, those that arrived after it count as well. The recent memory has a shorter half-life and the same
-trajectories. A running trajectory counts among those that could have finished wherever it has been, and nowhere else;
-if none is running, a share is that of the plain weighted histogram.
+Invariant: a trajectory weighs `2 ** (-n / half_life)` if n trajectories, finished or not, started with later versions.
+In the opening cohort, later arrivals count in n, too. The recent memory has the same trajectories with a shorter
+half-life. A running trajectory is at risk in exactly the bins that it has reached. Without running trajectories, shares
+are those of the plain weighted histogram.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from libra.lengths.classes import Distribution
 from libra.lengths.cohorts import COUNTS, LOG_CONTEXT, OCTAVES, POWERS, SUMS, Cell, Cohort, Table
 from libra.lengths.members import Members, spread
 
-FALSE_ALARM_RATE = 0.01  # chance that one look at stationary trajectories calls them drifted
-FORGOTTEN = 1e-3  # trajectories: a bin with less weight than this is left out, with its largest context
+FALSE_ALARM_RATE = 0.01  # chance that one test of stationary trajectories reports a drift
+FORGOTTEN = 1e-3  # weight in trajectories below which a bin, with its largest context, is left out
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -28,19 +28,21 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Test whether recent trajectories end after a different amount of work (`cohorts.work`) than older ones."""
+    """Result of the test whether recent trajectories end after a different amount of work (`cohorts.work`) than older
+    ones.
+    """
 
-    distance: float  # largest difference between the two, in units of the share of trajectories
-    threshold: float  # exceeded by chance in at most `FALSE_ALARM_RATE` of looks
+    distance: float  # largest difference between recent and older ones, as a share of trajectories
+    threshold: float  # threshold that chance exceeds in at most `FALSE_ALARM_RATE` of tests
     drifted: bool
 
 
 def at_risk(finished: Array, running: Array, passed: Array) -> Array:
-    """[bin, ...] trajectories that could have finished in each bin: all that reach it, running ones in it by the part
-    passed.
+    """[bin, ...] trajectories at risk: those that could have finished in each bin.
 
-    `finished` and `running` count trajectories by the bin of their (current) length; `passed` is the sum over the
-    running ones of the part of that bin behind them (the actuarial estimate, with each one's own part instead of half).
+    All trajectories beyond a bin count fully. A trajectory that runs in the bin counts by the part that it has passed
+    (the actuarial estimate, with the actual part instead of half). `finished` and `running` count trajectories by the
+    bin of their current length; `passed` is the sum of the passed parts.
     """
     reached = np.cumsum((finished + running)[::-1], axis=0)[::-1]
     beyond = np.zeros_like(reached)
@@ -49,15 +51,17 @@ def at_risk(finished: Array, running: Array, passed: Array) -> Array:
 
 
 def hazard(finished: Array, risk: Array) -> Array:
-    """[bin] share of those at risk in a bin that finish in it."""
+    """[bin] share of the trajectories at risk in a bin that finish in the bin."""
     return np.divide(finished, risk, out=np.zeros_like(risk), where=risk > 0)
 
 
 def lift(finished: Array, running: Array, passed: Array) -> Array:
-    """[bin] weight of the trajectories that each one finishing in a bin represents: itself, and its share of those that
-    were censored before it. That is the inverse of the probability of still being observed there (Robins & Rotnitzky
-    1992), estimated by the product limit: the sum of `lift * finished` up to a bin is its share of the total (Satten &
-    Datta 2001). If nothing runs, all are 1."""
+    """[bin] weight of the trajectories that each finished one in the bin represents: itself, and its share of earlier
+    censored ones.
+
+    It is the inverse probability that a trajectory is still observed in the bin (Robins & Rotnitzky 1992), estimated by
+    the product limit. The sum of `lift * finished` up to a bin is that bin's cumulative share of the total (Satten &
+    Datta 2001). All weights are 1 if no trajectory is running."""
     risk = at_risk(finished, running, passed)
     total = float((finished + running).sum())
     seen = np.divide(total, risk, out=np.zeros_like(risk), where=risk > 0)
@@ -70,29 +74,30 @@ def find_drift(finished: Array, risk: Array) -> Drift:
     """Compare the shares of trajectories beyond each bin of work in a slow and in a fast memory.
 
     The columns of both arrays are weighted by `cohorts.POWERS`: s, f, s**2, s f and f**2, for the weights s and f of a
-    trajectory in the two memories. If hazards h do not depend on the weights, the ratio of the two shares, minus 1, is
-    a martingale in the work, whichever trajectories are still running; its variance C grows by `h / (1 - h) * sum (f /
-    F - s / S)**2` a bin, over those at risk, F and S being their total weights. It tends to a Brownian motion W(C), and
-    `sqrt(n) W(C) / (1 + n C)` is a Brownian bridge for any n (Hall & Wellner 1980), whose largest excursion exceeds x
-    with a probability of at most `2 * exp(-2 * x**2)` (Kolmogorov's distribution). With 1 / n the sum over all
-    trajectories, and none running, `1 / (1 + n C)` is about the share itself, and the test that of Kolmogorov and
-    Smirnov. The threshold is the x for `FALSE_ALARM_RATE`; binning can only lower the rate.
+    trajectory in the two memories. Suppose that hazards h do not depend on the weights. Then the ratio of the two
+    shares, minus 1, is a martingale in the work, whichever trajectories are still running. In each bin, its variance C
+    grows by `h / (1 - h) * sum (f / F - s / S)**2` over the trajectories at risk, with total weights F and S. The
+    martingale tends to a Brownian motion W(C), and `sqrt(n) W(C) / (1 + n C)` is a Brownian bridge for any n (Hall &
+    Wellner 1980). The largest excursion of the bridge exceeds x with a probability of at most `2 * exp(-2 * x**2)`
+    (Kolmogorov's distribution). Let 1 / n be the sum over all trajectories. Without running trajectories, `1 / (1 + n
+    C)` is then about the share itself, and the test is that of Kolmogorov and Smirnov. The threshold is the x for
+    `FALSE_ALARM_RATE`; binning can only lower the rate.
 
-    Assumed: independent trajectories (samples of one prompt resemble each other and raise the rate), weights spread
-    over enough of them for the limit (half-lives of a few dozen), and a rate per look: looks at trajectories that do
-    not overlap each have their own chance. With at most one trajectory there is no drift.
+    Assumed: trajectories are independent (similar samples of one prompt raise the rate), and weights are spread over
+    enough trajectories for the limit (half-lives of a few dozen). The rate is per test: tests of disjoint trajectories
+    each have their own chance of a false alarm. With at most one trajectory there is no drift.
     """
     ending, recent_ending = hazard(finished[:, 0], risk[:, 0]), hazard(finished[:, 1], risk[:, 1])
-    known = (risk[:, 1] > 0) & (ending < 1)  # from the first bin up to one that nothing outlives
+    known = (risk[:, 1] > 0) & (ending < 1)  # from the first bin to the first bin that no trajectory outlives
     slow, fast, slow_squares, products, fast_squares = risk[known].T
     ending, recent_ending = ending[known], recent_ending[known]
-    # Below 1e-12 the three terms cancel to rounding noise: the two memories are still the same.
+    # Below 1e-12, the three terms cancel to rounding noise, and the two memories are still equal.
     spread = np.maximum(fast_squares / fast**2 - 2 * products / (fast * slow) + slow_squares / slow**2, 1e-12)
     if not spread.size:
-        return Drift(distance=0.0, threshold=1.0, drifted=False)  # all in the first bin
+        return Drift(distance=0.0, threshold=1.0, drifted=False)  # all trajectories end in the first bin
     variance = np.cumsum(ending / (1 - ending) * spread)
     ratio = np.cumprod((1 - recent_ending) / (1 - ending))
-    # Censoring can only widen the variance; where an estimate of it says otherwise, the share itself is the scale.
+    # Censoring can only increase the variance; if its estimate is smaller, the share itself is the scale.
     scale = np.maximum(1 + variance / spread[0], 1 / np.cumprod(1 - ending))
     distance = float(np.abs((ratio - 1) / scale).max())
     threshold = math.sqrt(math.log(2 / FALSE_ALARM_RATE) / 2 * float(spread[0]))
@@ -101,36 +106,38 @@ def find_drift(finished: Array, risk: Array) -> Drift:
 
 @dataclass(frozen=True, slots=True)
 class WeighedCohorts:
-    """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`; a finished trajectory counts
-    for itself and for the running ones that it represents (`lift`)."""
+    """The evidence of all cohorts. Columns of [bin, power] arrays are weighted by `POWERS`. A finished trajectory
+    counts for itself and for the running trajectories that it represents (`lift`).
+    """
 
-    weights: Array  # [cohort] of its newest trajectory
+    weights: Array  # [cohort] start version of its newest trajectory
     finished: Array  # [bin, power]
-    ended: Array  # [bin, power] with the running ones that are furthest in work or context
-    sums: Array  # [bin, field] of the finished ones
-    peaks: Array  # [bin] tokens: the longest finished one
-    cells: Indices  # [cell, work and context bin] of all that has ended
+    ended: Array  # [bin, power] including the running trajectories that are furthest in work or context
+    sums: Array  # [bin, field] of the finished trajectories
+    peaks: Array  # [bin] tokens of the longest finished trajectory
+    cells: Indices  # [cell, work and context bin] of all ended trajectories
     cells_ended: Array  # [cell, power] as `ended`
-    cells_finished: Array  # [cell] finished ones, weighted by the first power
-    cells_sums: Array  # [cell, field] of the finished ones
+    cells_finished: Array  # [cell] finished trajectories, weighted by the first power
+    cells_sums: Array  # [cell, field] of the finished trajectories
     by_work: Array  # [work bin] share of all trajectories that end there
-    log_contexts: Array  # [work bin] mean logarithm of the final context of those
+    log_contexts: Array  # [work bin] mean logarithm of their final context
     drift: Drift
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Columns of the weights and of their squares in the memory behind the answers: the recent one after a drift,
-        so earlier evidence is soon forgotten."""
+        """Columns of the weights and their squares in the memory that answers use: after a drift the recent memory,
+        which soon forgets earlier evidence.
+        """
         return (1, 4) if self.drift.drifted else (0, 2)
 
     @property
     def memory_weights(self) -> Array:
-        """[cohort] the weights in that memory."""
+        """[cohort] the weights in the memory that answers use."""
         return np.asarray(self.weights ** POWERS[self.memory[0]])
 
     @property
     def samples(self) -> float:
-        """Number of equally weighted finished trajectories with the same precision (Kish 1965)."""
+        """Effective sample size: equally weighted finished trajectories of the same precision (Kish 1965)."""
         weight, square = self.memory
         squares = float(self.finished[:, square].sum())
         return float(self.finished[:, weight].sum()) ** 2 / squares if squares else 0.0
@@ -138,8 +145,8 @@ class WeighedCohorts:
     def distribution(self, ahead: Cohort, bins_per_octave: int) -> Distribution:
         """The distribution over the bins that are not forgotten.
 
-        The means of a bin come from the slow memory, as they change less than its share. In a bin that only running
-        trajectories have reached, they come from `ahead`.
+        The means of a bin come from the slow memory, since they change less than the bin's share. In a bin that only
+        running trajectories have reached, the means come from `ahead`.
         """
         weight, _ = self.memory
         ended = self.ended[:, weight]
@@ -176,11 +183,11 @@ class WeighedCohorts:
 
 
 def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
-    """Weigh `cohorts`, which are in the order of their versions, the opening one first.
+    """Weigh `cohorts`, ordered by version, with the opening cohort first.
 
-    Time decides which trajectories finish, not length: the product limit is over work, and final contexts are marks of
-    its ends. Running trajectories beyond all finished ones are assumed to end now (Efron 1967), and so are those that
-    have grown longest: there is no evidence beyond them.
+    Time, not length, decides which trajectories finish. So the product limit is over work, and each end has a final
+    context as its mark. Running trajectories with more work or context than all finished ones are assumed to end now
+    (Efron 1967), as there is no evidence beyond them.
     """
     started = np.array([cohort.started for cohort in cohorts])
     behind = np.cumsum(started[::-1])[::-1] - started
@@ -215,7 +222,7 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
     of_finished_cell = of_cell[: len(finished)]
 
     memory = ends[:, int(drift.drifted)]
-    # A running trajectory that ends in its bin is assumed to end in the middle of it.
+    # A running trajectory that ends in its present bin is assumed to end in the middle of the bin.
     log_contexts = (end_cells[:, 1] + 0.5) * math.log(2) * OCTAVES / bins
     log_contexts[: len(finished)] = sums[:, LOG_CONTEXT] / finished[:, 0]
     shares = np.bincount(end_cells[:, 0], memory, work_bins)
@@ -237,8 +244,9 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
 
 
 def _rows(tables: Sequence[Table]) -> tuple[Indices, Indices, Array]:
-    """[row] the number of its table, [row, work and context bin], and [row, column], of all tables. Rows are in the
-    order of the cells, since sums must not depend on the order of arrival."""
+    """[row] number of the table, [row, work and context bin], and [row, column], for the rows of all tables. Rows are
+    in the order of the cells, so that sums do not depend on the order of arrival.
+    """
     of_table = np.repeat(np.arange(len(tables)), [len(table.values) for table in tables])
     cells = np.concatenate([table.cells for table in tables])
     order = np.lexsort(cells.T)

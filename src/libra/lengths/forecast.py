@@ -1,7 +1,7 @@
 """Forecast of lengths: the trend over start versions, and the resulting workload.
 
-Invariant: without evidence the trend is 0. The stated error of a forecast includes the error of the change that it adds
-to the tracked lengths.
+Invariant: without evidence the trend is 0. The error of a forecast includes the error of its change to the tracked
+lengths.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from libra.lengths.cohorts import LOG_CONTEXT, Cohort
 from libra.lengths.evidence import WeighedCohorts
 from libra.lengths.members import Member
 
-DAMPING = 0.9  # each version ahead continues the trend by this much of the one before (Gardner & McKenzie 1985)
-TREND_MEMORY = 4  # a trend is seen over this many half-lives of the rest: a small change between noisy levels
-_MIN_POINTS = 6  # a line with a step through fewer leaves nothing to judge its error by
+DAMPING = 0.9  # damping: change per future version, as a factor on the change before (Gardner & McKenzie 1985)
+# A trend is a small change between noisy levels, so its memory has this many half-lives of the other statistics.
+TREND_MEMORY = 4
+_MIN_POINTS = 6  # a line with a step through fewer points has no residuals for an error estimate
 _STEP_F = 12.0  # about the 1 % point of the largest F over all places of one step (Andrews 1993, table I)
 
 Array = NDArray[np.float64]
@@ -36,21 +37,21 @@ class Trend:
 
 @dataclass(frozen=True, slots=True)
 class LengthForecast:
-    """The workload some versions ahead."""
+    """The workload a given number of versions ahead."""
 
     classes: tuple[TrajectoryClass, ...]
     scale: float  # factor on the tracked lengths
-    error: float  # standard error of the logarithm of the forecast level of the lengths; about their relative error
+    error: float  # standard error of the logarithm of the forecast level, about its relative error
 
 
 def cohort_levels(cohorts: Sequence[Cohort], evidence: WeighedCohorts) -> Array:
     """[cohort] mean logarithm of the final context.
 
-    A running trajectory enters with the mean over all that take more work than its present one (one step of Buckley &
-    James 1979). That mean ignores the trend, so weigh a cohort by its finished trajectories.
+    A running trajectory counts with the mean over all trajectories with more work than its present work (one step of
+    Buckley & James 1979). This mean ignores the trend, so weigh a cohort by its finished trajectories.
     """
     shares, logs = evidence.by_work, evidence.log_contexts
-    # On average half of its own bin is behind a running trajectory.
+    # On average, a running trajectory has passed half of its bin.
     outliving = np.cumsum(shares[::-1])[::-1] - shares / 2
     total = np.cumsum((shares * logs)[::-1])[::-1] - shares * logs / 2
     expected = np.divide(total, outliving, out=logs.copy(), where=outliving > 0)
@@ -62,13 +63,12 @@ def cohort_levels(cohorts: Sequence[Cohort], evidence: WeighedCohorts) -> Array:
 
 
 def fit(versions: Array, levels: Array, weights: Array) -> Trend:
-    """The slope of the weighted least-squares line of `levels` over `versions`, with one step in it where the levels
-    have jumped: a jump is no trend.
+    """The slope of the weighted least-squares line of `levels` over `versions`, with a step if the levels have jumped.
 
-    A step is kept if it explains more than chance does anywhere: the largest F statistic over all places that leave two
-    versions on either side, against its 1 % point (Andrews 1993). The slope is shrunk by `1 - error**2 / slope**2`, to
-    0 if it is within its error (the positive-part rule of James & Stein 1961), so that noise is not extrapolated. Fewer
-    than 6 versions, in equal weights, show no trend.
+    A jump is not a trend. A step is kept if it explains more than chance: the largest F statistic over all places with
+    two versions on either side must exceed its 1 % point (Andrews 1993). The slope is shrunk by `1 - error**2 /
+    slope**2`, and is 0 within its error (the positive-part rule of James & Stein 1961), so that noise is not
+    extrapolated. Fewer than 6 versions of equal weight show no trend.
     """
     if weights.sum() == 0 or weights.sum() ** 2 / (weights**2).sum() < _MIN_POINTS:
         return Trend(0.0, 0.0)
@@ -88,12 +88,13 @@ class _Line:
     slope: float
     error: float
     unexplained: float  # weighted mean of the squared residuals
-    freedom: float  # independent residuals from which the noise of a level is estimated
+    freedom: float  # independent residuals behind the estimated noise of a level
 
 
 def _least_squares(columns: Array, levels: Array, weights: Array) -> _Line:
-    """Line of `levels` on `columns`, the first of which is the version. Weights sum to 1 and are unrelated to the
-    noise."""
+    """Least-squares fit of `levels` on `columns`, of which the first is the version. Weights sum to 1 and are unrelated
+    to the noise.
+    """
     inverse = np.linalg.pinv((columns.T * weights) @ columns, hermitian=True)
     residuals = levels - columns @ (inverse @ (columns.T @ (weights * levels)))
     unexplained = float((weights * residuals**2).sum())
@@ -113,9 +114,10 @@ def project(
     level_error: float,
     longest: int | None,
 ) -> LengthForecast:
-    """Forecast of the classes, tracked from evidence that is `age` versions old, for `steps` versions from now. The
-    trend applies to both, but is damped from now on: to DAMPING + DAMPING**2 + ... versions. It is not known whether a
-    trend continues, so the part that damping removes is part of the error."""
+    """Forecast of the classes for `steps` versions from now, from evidence that is `age` versions old.
+
+    The trend applies fully to the age, and damped to the steps, which count as DAMPING + DAMPING**2 + ... versions. A
+    trend may or may not continue, so the error includes the part that damping removes."""
     damped = DAMPING * (1 - DAMPING**steps) / (1 - DAMPING)
     scale = math.exp(trend.slope * (age + damped))
     return LengthForecast(
@@ -126,10 +128,10 @@ def project(
 
 
 def scaled(cls: TrajectoryClass, factor: float, longest: int | None) -> TrajectoryClass:
-    """The class with trajectories `factor` times as long: more of the same turns, with growing contexts.
+    """The class with trajectories `factor` times as long: more equal turns, with growing contexts.
 
-    Lengths, turns and tool seconds grow with the factor, the sum of contexts with its square; the first turn stays as
-    it is. None becomes longer than `longest` tokens.
+    Lengths, turns and tool seconds grow with the factor, and the sum of contexts with its square. The first turn does
+    not change. No trajectory becomes longer than `longest` tokens.
     """
     if longest is not None:
         factor = min(factor, max(1.0, longest / cls.peak_context))

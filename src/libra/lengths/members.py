@@ -1,8 +1,8 @@
-"""Members: trajectories that represent similar ones, with tokens and tool seconds together.
+"""Members: trajectories that each represent similar ones, with their tokens and tool seconds.
 
-Invariant: the tokens and the tool seconds of a member are those of the same trajectories, so whichever makes it long,
-the other belongs to it. Members do not depend on engines: faster engines never make a member take longer. Cells of the
-evidence have means and covariances. Each becomes four members with the same means and covariances.
+Invariant: tokens and tool seconds of a member come from the same trajectories, so their correlation is kept. Members do
+not depend on engines, so a faster engine never makes a member take longer. Each cell of the evidence becomes four
+members with the means and covariances of the cell.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from libra.lengths.cohorts import GENERATED, SECOND, Sums
 
-_ALIKE = 1.5  # members of a class are merged if the shares that exceed them are within this factor of each other
-_DIGITS = 5  # significant ones
+_ALIKE = 1.5  # members of a class are merged if the shares beyond them differ by less than this factor
+_DIGITS = 5  # significant digits
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 
 class Member(NamedTuple):
-    """Similar trajectories of one class, as one of them."""
+    """One trajectory that represents similar trajectories of a class."""
 
-    share: float  # of the trajectories of its class
+    share: float  # share of the trajectories of its class
     generated: float  # tokens
     prefill: float  # tokens
     turns: float
@@ -37,7 +37,7 @@ class Members:
     """Columns of members of all bins."""
 
     bins: Indices
-    shares: Array  # of all trajectories; they sum to 1
+    shares: Array  # shares of all trajectories, which sum to 1
     generated: Array
     prefill: Array
     turns: Array
@@ -50,11 +50,12 @@ class Members:
 
 
 def spread(bins: Indices, shares: Array, means: Array, peaks: Array) -> Members:
-    """Members with the means and covariances of cells; `means` is [cell, field of `Sums`] for one trajectory of a cell,
-    `peaks` [cell] limits the tokens that one generates.
+    """Members with the means and covariances of cells.
 
-    Along the main axis of tokens and tool seconds, in seconds of engines, there are four points, spaced as in a uniform
-    distribution, because cells are narrow. They also deviate along the other axis, with alternating signs.
+    `means` is [cell, field of `Sums`] for one trajectory of a cell; `peaks` [cell] limits the generated tokens of a
+    member. Four points lie along the main axis of tokens and tool seconds, both in seconds of engines. Cells are
+    narrow, so the points are spaced as in a uniform distribution. They also deviate along the other axis, with
+    alternating signs.
     """
     column = dict(zip(Sums._fields, means.T, strict=True))
     tokens, seconds = column["generated"], column["tool_seconds"]
@@ -65,7 +66,7 @@ def spread(bins: Indices, shares: Array, means: Array, peaks: Array) -> Members:
     covariance[:, 1, 1] = (squares[1] - seconds**2) * tool_scale**2
     cross = (column["generated_tool_seconds"] - tokens * seconds) * generated_scale * tool_scale
     covariance[:, 0, 1] = covariance[:, 1, 0] = cross
-    variances, axes = np.linalg.eigh(covariance)  # the larger one last
+    variances, axes = np.linalg.eigh(covariance)  # the larger eigenvalue is last
     # Squares of equal values cancel to rounding noise.
     noise = 1e-9 * (squares[0] * generated_scale**2 + squares[1] * tool_scale**2)
     deviations = np.sqrt(np.where(variances > noise[:, None], variances, 0.0))
@@ -75,7 +76,7 @@ def spread(bins: Indices, shares: Array, means: Array, peaks: Array) -> Members:
     points = axes @ steps  # [cell, tokens or seconds, point]
     generated = np.clip(tokens[:, None] + points[:, 0] / generated_scale, 0.0, peaks[:, None])
     tools = np.maximum(0.0, seconds[:, None] + points[:, 1] / tool_scale)
-    alike = ~deviations.any(axis=1)  # one point stands for them
+    alike = ~deviations.any(axis=1)  # one point represents equal points
     points_each = np.where(alike, 1, len(along))
     kept = (np.arange(len(along)) < points_each[:, None]).ravel()
 
@@ -93,7 +94,7 @@ def spread(bins: Indices, shares: Array, means: Array, peaks: Array) -> Members:
 
 
 def of_classes(members: Members, of_bin: Indices) -> list[tuple[Member, ...]]:
-    """[class] its members, with similar ones merged; `of_bin` is the class of each bin."""
+    """[class] members of each class, with similar members merged; `of_bin` is the class of each bin."""
     found = []
     for number in range(int(of_bin[-1]) + 1):
         rows = np.flatnonzero(of_bin[members.bins] == number)
@@ -112,7 +113,9 @@ def of_classes(members: Members, of_bin: Indices) -> list[tuple[Member, ...]]:
 
 
 def _rarity(values: Array, shares: Array) -> Indices:
-    """[member] the logarithm of the share of members beyond it, counting half of itself, in whole steps of `_ALIKE`."""
+    """[member] logarithm of the share beyond the member, including half of its own share, rounded to steps of
+    `_ALIKE`.
+    """
     order = np.argsort(-values, kind="stable")
     exceeds = np.empty(len(values))
     exceeds[order] = np.cumsum(shares[order]) - shares[order] / 2

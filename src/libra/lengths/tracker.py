@@ -1,8 +1,8 @@
-"""The tracker of finished and running trajectories, which it forgets by their start version.
+"""The tracker of finished and running trajectories; newer start versions reduce the weight of older ones.
 
-Invariant: a tracker's answers depend only on the trajectories it was given and, before the first `observe_running`,
-on their order; never on time. Evidence is weighed at each query: a trajectory after which n others have started weighs
-`2 ** (-n / half_life)`.
+Invariant: a tracker's answers depend only on the given trajectories and, before the first `observe_running`, on their
+order; never on time. Evidence is weighed at each query: a trajectory weighs `2 ** (-n / half_life)` if n others have
+started later.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from libra.trajectory import Trajectory
 
 FORMAT = 4  # of a snapshot
 
-_COHORTS = 64  # of more, old ones are forgotten or neighbours joined
+_COHORTS = 64  # with more cohorts, old ones are dropped or adjacent ones joined
 
 
 class LengthTracker:
-    """Exponentially forgotten statistics of trajectories, by final context: the most tokens one ever held.
+    """Statistics of trajectories by final context, with exponentially decaying weights.
 
-    Long trajectories finish late, so those that have finished are too short a sample. `observe_running` reports the
-    others; from then on, evidence is weighed by start version, and finished ones also represent running ones with less
-    work so far (`evidence.weigh`). Until its first call no running trajectory is known, and finished ones are forgotten
-    in the order of arrival.
+    Long trajectories finish late, so finished trajectories alone are too short a sample. `observe_running` reports the
+    running ones. After its first call, evidence is weighed by start version, and a finished trajectory also represents
+    running ones with less work so far (`evidence.weigh`). Before, weights decay in the order of arrival.
 
-    After a drift is detected all answers forget four times as fast, until old and recent trajectories agree again.
-    Memory and the time of one observation do not grow with the number of trajectories. `unknown_tool_share` is the
-    share of tool returns without recorded seconds. A tracker is not thread-safe: guard it with a lock.
+    After a detected drift, weights decay four times as fast, until old and recent trajectories agree again. Memory and
+    the time of one observation do not grow with the number of trajectories. A tracker is not thread-safe: guard it with
+    a lock.
     """
 
     def __init__(
@@ -44,9 +43,12 @@ class LengthTracker:
         block_tokens: int = 1,
         unknown_tool_seconds: float = 0.0,
     ) -> None:
-        """`half_life` is in trajectories; `bins_per_octave` bins cover each doubling of the final context. The prefix
-        cache keeps whole blocks of `block_tokens` tokens, so the rest of a context is prefilled again each turn. A tool
-        return whose seconds were not recorded counts as `unknown_tool_seconds`."""
+        """Create an empty tracker.
+
+        `half_life` is in trajectories; `bins_per_octave` bins cover each doubling of the final context. The prefix
+        cache keeps whole blocks of `block_tokens` tokens, so an incomplete last block is prefilled again each turn. A
+        tool return without recorded seconds counts as `unknown_tool_seconds`.
+        """
         if not 0 < half_life < math.inf:
             raise ValueError(f"half_life is {half_life}; it is a number of trajectories, above 0 and finite")
         if bins_per_octave < 1:
@@ -59,17 +61,18 @@ class LengthTracker:
             raise ValueError(f"unknown_tool_seconds is {unknown_tool_seconds}; it must be 0 or more, and finite")
         self.block_tokens = block_tokens
         self.unknown_tool_seconds = unknown_tool_seconds
-        self._by_version = False  # whether running trajectories are known
-        self._opened: int | None = None  # the last version that is forgotten in order of arrival, in the opening cohort
+        self._by_version = False  # whether `observe_running` has been called
+        self._opened: int | None = None  # last version of the opening cohort, whose weights decay in order of arrival
         self._opening = Cohort(self._bins)
-        self._width = 1  # versions of each of the other cohorts
+        self._width = 1  # versions per cohort, except the opening one
         self._cohorts: dict[int, Cohort] = {}  # by start version // width
         self._weighed: WeighedCohorts | None = None  # until more is observed
-        self._ahead = Cohort(self._bins)  # the running ones, as if they had finished where they are
+        self._ahead = Cohort(self._bins)  # running trajectories, as if they had finished in their present state
 
     def observe(self, trajectory: Trajectory) -> None:
-        """Add one finished trajectory; its `policy_version` is the version it started with. An unfinished one is
-        refused: its length is only a lower bound."""
+        """Add one finished trajectory; its `policy_version` is the version at its start. Raises ValueError for an
+        unfinished one, whose length is only a lower bound.
+        """
         if not trajectory.finished:
             raise ValueError(f"trajectory {trajectory.id} is unfinished; give it to observe_running()")
         sums = sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds)
@@ -85,11 +88,13 @@ class LengthTracker:
         self._trim()
 
     def observe_running(self, trajectories: Iterable[Trajectory]) -> None:
-        """Replace the known running trajectories by these unfinished ones, in their present state. Give all of them,
-        after observing those that have finished since, and before a query: one that finishes counts twice until the
-        next call. Call it also if none is running. A trajectory that waits for a tool ends with that call: status
-        "unknown", nothing returned, and as `tool_seconds` the time it has waited so far. Without that time,
-        trajectories that wait long count as having less work."""
+        """Replace the known running trajectories by these unfinished ones, in their present state.
+
+        Call this before a query with all running trajectories, even if there are none, and after `observe` for those
+        that have finished. A trajectory that finishes counts twice until the next call. A trajectory that waits for a
+        tool ends with this tool call: status "unknown", no returned tokens, and the waiting time so far as
+        `tool_seconds`. Without this time, long waits count as less work.
+        """
         placed = []
         for trajectory in trajectories:
             if trajectory.finished:
@@ -110,7 +115,7 @@ class LengthTracker:
     def classes(self, limit: int = 8) -> tuple[TrajectoryClass, ...]:
         """The workload as at most `limit` classes, shortest first.
 
-        A class is priced as if all of it reached its longest member, so neighbouring bins are merged where that
+        A class is priced as if all its trajectories were as long as the longest. So adjacent bins are merged where this
         overstates the mean final context least. The last class holds at most `TAIL_SHARE` of the trajectories, unless
         the last bin alone holds more or `limit` is 1.
         """
@@ -119,33 +124,33 @@ class LengthTracker:
         return self._distribution().classes(limit)
 
     def quantile(self, q: float) -> float:
-        """Final context in tokens that a share `q` of the trajectories does not exceed.
+        """Quantile `q` of the final context, in tokens.
 
-        Within its bin a trajectory may be anywhere between the lower edge and the largest context seen there. They are
-        assumed to be spread evenly in the logarithm, so the answer is off by less than one bin.
+        Trajectories of a bin are assumed to be spread evenly in the logarithm, between the lower edge and the largest
+        observed context. So the answer is off by less than one bin.
         """
         if not 0 <= q <= 1:
             raise ValueError(f"q is {q}; give a share from 0 to 1")
         return self._distribution().quantile(q)
 
     def drift(self) -> Drift:
-        """Compare the work that trajectories take, tokens and tools, with the same ones forgotten four times faster
-        (`evidence.find_drift`).
+        """Test whether the work of trajectories, in tokens and tools, has changed: compare it with a memory that decays
+        four times faster (`evidence.find_drift`).
 
-        Before `observe_running` was called, finished trajectories are assumed to be all. Without evidence there is no
-        alarm.
+        Before the first `observe_running`, the finished trajectories are assumed to be all trajectories. Without
+        evidence there is no alarm.
         """
         if not self._finished:
-            return Drift(distance=0.0, threshold=1.0, drifted=False)  # distances reach 1
+            return Drift(distance=0.0, threshold=1.0, drifted=False)  # a distance is at most 1
         return self._evidence().drift
 
     def forecast(self, steps: float, limit: int = 8, longest: int | None = None) -> LengthForecast:
-        """The workload `steps` versions after the newest one that has started, none of it above `longest` tokens.
+        """The workload `steps` versions after the newest started version, with no trajectory above `longest` tokens.
 
         The trend is a line through the mean log final context of the versions, over four times the memory of the other
-        statistics. It bridges the age of the evidence, and continues damped from there. Before the first call of
-        `observe_running` there is none. A jump is no trend, but may look like one while only one version has started
-        after it.
+        statistics. It covers the age of the evidence in full, and continues damped for the steps. Before the first
+        `observe_running` there is no trend. A jump is not a trend, but may look like one while only one later version
+        has started.
         """
         if not 0 <= steps < math.inf:
             raise ValueError(f"steps is {steps}; it is a number of versions, 0 or more")
@@ -171,14 +176,14 @@ class LengthTracker:
 
     @property
     def mean_peak(self) -> float:
-        """Mean of the final context, each trajectory counted as its bin's longest."""
+        """Mean final context, with each trajectory counted as the longest of its bin."""
         distribution = self._distribution()
         return float((distribution.shares * distribution.peaks).sum())
 
     def work_uncertainty(self) -> float:
         """Relative standard error of the mean tokens that a trajectory generates, for independent trajectories.
 
-        Infinite while a single trajectory carries the evidence, or where nothing was generated.
+        Infinite if the evidence is a single trajectory, or if no token was generated.
         """
         distribution = self._distribution()
         total, freedom = distribution.total(), distribution.samples - 1
@@ -189,7 +194,7 @@ class LengthTracker:
 
     @property
     def unknown_tool_share(self) -> float:
-        """Share of tool returns whose seconds were not recorded; 0 if no tool was called."""
+        """Share of tool returns without recorded seconds; 0 if no tool was called."""
         total = self._distribution().total()
         return float(total.unknown_returns / total.tool_returns) if total.tool_returns > 0 else 0.0
 
@@ -211,7 +216,7 @@ class LengthTracker:
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> LengthTracker:
-        """The tracker behind a `snapshot`. Raises `ValueError` for any other format."""
+        """The tracker from a `snapshot`. Raises `ValueError` for any other format."""
         if "format" not in snapshot or snapshot["format"] != FORMAT:
             raise ValueError(f"not a tracker snapshot of format {FORMAT}; observe the trajectories again")
         settings = ("half_life", "bins_per_octave", "block_tokens", "unknown_tool_seconds")
@@ -233,7 +238,7 @@ class LengthTracker:
         return self._opening.finished + sum(cohort.finished for cohort in self._cohorts.values())
 
     def _cohort(self, version: int) -> Cohort:
-        """The cohort of a version; a new one if there is none."""
+        """The cohort of a version, created if missing."""
         if self._opened is not None and version <= self._opened:
             return self._opening
         key = version // self._width
@@ -243,7 +248,7 @@ class LengthTracker:
         return cohort
 
     def _trim(self) -> None:
-        """Keep at most `_COHORTS`: drop the oldest if it is forgotten, else join neighbours."""
+        """Keep at most `_COHORTS` cohorts: drop the oldest if its weight has decayed, else join adjacent cohorts."""
         while len(self._cohorts) > _COHORTS:
             oldest = min(self._cohorts)
             behind = sum(cohort.started for key, cohort in self._cohorts.items() if key > oldest)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-_NAMED = 0.005  # share of the time below which a cause counts as "other"
+_NAMED = 0.005  # causes with a smaller share of the time are shown as "other"
 
 
 class Cause(StrEnum):
-    """The order in which causes are stacked and listed: work, its overhead, waiting, no duty."""
+    """Causes of device time, in the order of charts and lists: work, overhead, waiting, no duty."""
 
     GENERATING = "generating"
     COMPUTING = "computing"
@@ -54,10 +54,10 @@ _WORDS: dict[Cause, tuple[str, str]] = {
     Cause.TOOL_BOUND: ("waiting for tools", "an engine has no turn, and its episodes wait for tools"),
     Cause.NO_WORK: ("without work", "the remaining turns run on other engines"),
     Cause.BOUNDARY: ("held at a boundary", "a worker joins or leaves between two steps"),
-    Cause.STARTING: ("starting", "a process starts where there was none"),
+    Cause.STARTING: ("starting", "a process starts in an empty slot"),
     Cause.MOVING: ("moving", "from one role to another"),
     Cause.FAILED: ("failed", "its process is gone"),
-    Cause.IDLE: ("without a role", "no process was started there yet"),
+    Cause.IDLE: ("without a role", "no process was started in the slot yet"),
     Cause.EVALUATING: ("evaluating", "no steps are made"),
 }
 
@@ -73,14 +73,14 @@ WAITED_FOR = {
 
 
 def total(workers: Iterable[Mapping[Cause, float]]) -> dict[Cause, float]:
-    """Seconds by cause over all workers, in the order of the causes; those without any are left out."""
+    """Seconds by cause over all workers, in the order of the causes; causes without seconds are left out."""
     rows = tuple(workers)
     sums = {cause: sum(row.get(cause, 0.0) for row in rows) for cause in Cause}
     return {cause: seconds for cause, seconds in sums.items() if seconds > 0}
 
 
 def device_words(seconds: Mapping[Cause, float]) -> str:
-    """The shares of device time by cause, in one line, the largest first. Empty where there was none.
+    """The shares of device time by cause, in one line, the largest first. Empty without device time.
 
     >>> device_words({Cause.COMPUTING: 6.1, Cause.ROLLOUT_BOUND: 1.8, Cause.GENERATING: 2.1, Cause.MOVING: 0.004})
     'devices: 61 % computing, 21 % generating, 18 % rollout-bound'

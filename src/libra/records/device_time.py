@@ -2,8 +2,8 @@
 
 Invariant: the causes of a worker add up to its seconds since its first role, in any order of events, and the seconds of
 a cause never decrease. Pure: the caller reports events with their times, on any clock that does not go back. Some
-durations are known only at their end: the parts of a step, and an engine's pause for weights. Until then their seconds
-are not settled, and are in no sum.
+durations are known only at their end: the parts of a step, and an engine's pause for weights. No sum contains their
+seconds before that.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DeviceTime:
         device = self._devices.setdefault(worker, _Device(now))
         device.loading = False
         if role is Role.FAILED and device.role is Role.TRAIN and self._phase is Phase.STEPPING:
-            self._book(worker, Cause.REDOING, now)  # it hangs, or its part of the step is lost
+            self._book(worker, Cause.REDOING, now)  # the worker hangs, or its part of the step is lost
         device.moving = role is Role.DRAINING or (device.moving and role in (Role.IDLE, Role.JOINING))
         device.lost = role is Role.FAILED or (device.lost and role is Role.IDLE)
         device.role = role
@@ -101,14 +101,14 @@ class DeviceTime:
         self._turn(worker, now)
 
     def load(self, worker: str, now: float) -> None:
-        """An engine begins to take new weights: it first ends an iteration."""
+        """Note that an engine begins to take new weights; it first ends its current iteration."""
         device = self._devices[worker]
         if device.role is Role.ROLLOUT and self._phase not in _UNPRODUCTIVE and not device.loading:
             self._book(worker, device.cause, now)
             device.loading = True
 
     def loaded(self, worker: str, seconds: float, now: float) -> None:
-        """The engine has loaded the weights, and paused for `seconds`."""
+        """Note that an engine has loaded the weights, and paused for `seconds`."""
         device = self._devices[worker]
         if device.loading:
             self._book(worker, device.cause, now - seconds)
@@ -124,9 +124,10 @@ class DeviceTime:
         self._turn_all(now)
 
     def stepped(self, parts: Mapping[str, Sequence[Part]], publish_seconds: float, now: float) -> None:
-        """A step is made, and the publication of its weights begins. `parts` are those of each replica, in order from
-        the step's beginning. The rest is the optimiser's, except `publish_seconds` at the end, in which the new weights
-        were written."""
+        """Note that a step is made, and that the publication of its weights begins. `parts` has the parts of each
+        replica, in order from the step's start. The optimiser took the remaining seconds, except the last
+        `publish_seconds`, in which the new weights were written.
+        """
         for worker, device in self._devices.items():
             if device.role is Role.TRAIN and self._phase is Phase.STEPPING:
                 at = self._stepping_since
@@ -139,13 +140,13 @@ class DeviceTime:
         self.phase(Phase.PUBLISHING if self._phase is Phase.STEPPING else self._phase, now)
 
     def hold_back(self, held_back: bool, now: float) -> None:
-        """Set whether there are groups that may not start yet because of staleness."""
+        """Set whether the bound on staleness keeps groups from starting."""
         if held_back != self._held_back:
             self._held_back = held_back
             self._turn_all(now)
 
     def seconds(self, now: float) -> Seconds:
-        """The settled seconds until now."""
+        """Settled seconds by worker and cause."""
         return {worker: self._settled(device, now) for worker, device in self._devices.items()}
 
     def under_way(self) -> dict[str, tuple[int, int]]:
@@ -157,7 +158,7 @@ class DeviceTime:
         }
 
     def take(self, now: float) -> Seconds:
-        """Seconds since the last call; all time until now is settled with its present cause."""
+        """Settle all time until now with its present cause, and return the seconds since the last call."""
         gained: dict[str, dict[Cause, float]] = {}
         for worker, device in self._devices.items():
             self._book(worker, device.cause, now)

@@ -1,8 +1,7 @@
-"""Files of a run, which are written completely or not changed.
+"""Writing the files of a run: a file is written completely or stays unchanged.
 
 A line of a `LineFile` is whole or absent: a line cut off by a kill or a full disk is dropped when the file is opened
-again, and readers skip it before that. A failed write raises `DiskError`, which names the file and the remedy; the
-operating system's error has neither.
+again, and readers skip it before that. A failed write raises `DiskError`, which names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ class DiskError(RuntimeError):
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write or replace a file atomically: it has its old content or the new one. On disk when this returns. Raises
-    `DiskError`."""
+    """Write or replace a file atomically: it has either its old or its new content. It is on disk when this returns.
+    Raises `DiskError`.
+    """
     part = path.with_name(f"{path.name}.part")
     with writing(path):
         try:
-            part.unlink(missing_ok=True)  # it may be a link, or another user's file
+            part.unlink(missing_ok=True)  # the path may be a link, or another user's file
             with open(part, "xb") as file:
                 file.write(text.encode() if isinstance(text, str) else text)
                 file.flush()
@@ -61,8 +61,7 @@ def writing(path: Path) -> Iterator[None]:
 class LineFile:
     """Appends lines to `path`. Raises `DiskError` if that fails; earlier lines stay as they were.
 
-    The operating system has an appended line when `append` returns, so it survives the process; after the next `sync`
-    it survives the machine.
+    A line survives the end of the process once `append` returns, and the end of the machine after the next `sync`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +94,7 @@ class LineFile:
 
 
 class ChainedFile(LineFile):
-    """A `LineFile` of sealed lines, a chain from the first one on."""
+    """A `LineFile` of sealed lines that form a chain from the first line on."""
 
     def __init__(self, path: Path) -> None:
         with writing(path):

@@ -64,7 +64,7 @@ def check_manifest(directory: Path, required: str, *, contents: bool = True) -> 
 
 
 def force_directory(directory: Path) -> None:
-    """Force the names in a directory to disk. Raises `DiskError`."""
+    """Force a directory's list of files to disk. Raises `DiskError`."""
     with writing(directory):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -92,7 +92,7 @@ def _read(directory: Path, required: str) -> dict[str, _Entry]:
 
 
 def _entry(path: Path, *, force: bool = False) -> _Entry:
-    """Length and digest of a file; with `force`, of its content on disk."""
+    """Length and digest of a file; `force` first writes its content to disk."""
     with open(path, "rb") as file:
         if force:
             os.fsync(file.fileno())

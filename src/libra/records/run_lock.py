@@ -1,6 +1,6 @@
 """The lock file of a run directory, and the process that holds it.
 
-Invariant: the lock itself tells a live run from one that ended, since the system releases it with the process; the
+Invariant: only the lock says whether the run is alive, since the system releases the lock when the process ends. The
 process id in the file only names the holder.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from libra.config.input_file import open_input
 
-LOCK = "lock"  # name of the file, which holds the process id; it stays, without meaning, when the run ends
+LOCK = "lock"  # name of the file with the process id; the file stays when the run ends, and then means nothing
 
 
 def running_process(directory: Path) -> str | None:

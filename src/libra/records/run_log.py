@@ -1,7 +1,7 @@
 """A run directory as one value.
 
-Invariant: reading changes nothing and hides nothing. A file that the run has not written is absent from the value
-(empty or None); a file that breaks its schema is an error; a last line cut off by a kill is skipped and named.
+Invariant: reading changes no file and hides no fault. A file that the run has not written is empty or None in the
+value. A file that breaks its schema is an error. A last line that a kill cut off is skipped, and its file is named.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_run(directory: Path) -> RunLog:
 
 
 def latest_words(decisions: Iterable[DecisionRecord]) -> tuple[DecisionRecord, ...]:
-    """The latest record of each decision. An append-only log repeats a decision once its outcome has been measured."""
+    """The latest record of each decision: the log has a decision again once its outcome has been measured."""
     latest: dict[tuple[int, int, float], DecisionRecord] = {}
     for decision in decisions:
         latest[decision.period, decision.step, decision.time] = decision
@@ -90,7 +90,9 @@ def latest_words(decisions: Iterable[DecisionRecord]) -> tuple[DecisionRecord, .
 
 
 def prediction_error(periods: Iterable[PeriodRecord]) -> float | None:
-    """Mean absolute relative error of predicted step time over periods without a role change; None without any."""
+    """Mean absolute relative error of predicted step time over periods without a role change; None without such a
+    period.
+    """
     errors = [abs(period.relative_error) for period in periods if not period.switching]
     return sum(errors) / len(errors) if errors else None
 
@@ -134,8 +136,8 @@ def _outcome(decision: DecisionRecord, steps: int, error: float | None) -> Decis
         return DecisionOutcome(decision, steps, net, decision.realised_interval * steps)
     if net is None or gain is None or after is None or error is None:
         return DecisionOutcome(decision, steps, net, None)
-    # A run that did not correct its prices: the step of the old allocation is priced by the model, so the gain contains
-    # the model's whole error.
+    # Without corrected prices, the model prices the step of the old allocation, so the gain contains the model's whole
+    # error.
     return DecisionOutcome(decision, steps, net, error * (after + gain) * steps)
 
 

@@ -1,8 +1,8 @@
 """The records of a run, one frozen value per JSON line.
 
-Invariant: a written record is read back as the same value, and nothing else can be read: an unknown key, a wrong type,
-a number that is not finite or an integer beyond 64 bits is refused with the file, the line and the field. Times are
-seconds, counted from the start of the RL loop where they name a moment; lengths are tokens.
+Invariant: a written record is read back as the same value. Anything else is refused with the file, the line and the
+field: an unknown key, a wrong type, a number that is not finite, an integer beyond 64 bits. Times are seconds; moments
+are counted from the start of the RL loop. Lengths are tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def role_of(label: str) -> Role:
 
 
 def styles(labels: Iterable[str], of_role: Mapping[Role, Style], of_buckets: Sequence[Style]) -> dict[str, Style]:
-    """A style for each distinct label, in order of first appearance. Buckets take `of_buckets` in that order; all
-    further ones take the last."""
+    """A style for each distinct label, in order of first appearance. Buckets take the styles in `of_buckets` in that
+    order; further buckets take the last style.
+    """
     distinct = dict.fromkeys(labels)
     buckets = [label for label in distinct if ":" in label]
     return {
@@ -54,7 +55,7 @@ class RecordFormatError(ValueError):
 
 
 class Record:
-    """Base of all records: a record is written as one line of JSON, and has only finite numbers."""
+    """Base of all records. A record is one line of JSON, and has only finite numbers."""
 
     __slots__ = ()
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -73,11 +74,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class StepLoan:
-    """Seconds in a step for which one lent engine wanted its device, and had it."""
+    """Seconds of a step in which a lent engine wanted its device, and in which it had the device."""
 
-    wanted: float  # seconds with turns to make
-    lent: float  # seconds of these in which it had the device
-    version: int  # of its weights at the step's end
+    wanted: float  # seconds in which the engine had turns to make
+    lent: float  # seconds of `wanted` in which the engine had the device
+    version: int  # version of the engine's weights at the step's end
     away: str  # reason why nothing was lent at the step's end; empty: it was lent
 
 
@@ -90,7 +91,7 @@ class StepRecord(Record):
     time: float  # when the step ended
     version: int  # of the policy that the step produced
     step_seconds: float
-    generate_seconds: float  # busy seconds of the busiest engine; overlaps with the trainer's own
+    generate_seconds: float  # busy seconds of the busiest engine; they overlap with the trainer's seconds
     train_seconds: float  # forward, backward, optimiser
     exchange_seconds: float  # gradients between replicas
     publish_seconds: float  # new weights sent to the engines
@@ -101,7 +102,7 @@ class StepRecord(Record):
     redone_seconds: float  # attempts at this step that failed because a replica was lost, and regrouping
     reward_mean: float
     groups: int
-    groups_without_signal: int  # all samples of the prompt earned the same
+    groups_without_signal: int  # groups whose samples all earned the same reward
     trajectories: int  # trained on
     generated_tokens: int  # by all engines while the step lasted
     trained_tokens: int
@@ -135,7 +136,7 @@ class StepRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class Learned(Record):
-    """Learned bias of the prices of one bottleneck: measured seconds are `factor` times those priced."""
+    """Learned bias of the prices of one bottleneck: measured seconds are `factor` times the priced seconds."""
 
     factor: float
     error: float  # standard error of its logarithm, about its relative error
@@ -152,8 +153,8 @@ class PeriodRecord(Record):
     predicted_seconds: float  # of one step, corrected by the bias learned before the period
     measured_seconds: float  # mean over the steps of the period
     predicted_bottleneck: Bottleneck
-    switching: bool  # a worker changed role in it, so the prediction does not apply
-    # Older runs, which did not correct prices, have none of the following.
+    switching: bool  # a worker changed role in the period, so the prediction does not apply
+    # The following fields are None in older runs, which did not correct prices.
     priced_seconds: float | None = None  # of one step, not corrected
     measured_error: float | None = None  # standard error of `measured_seconds`
     hindsight_seconds: float | None = None  # as priced, with measurements until the period's end
@@ -186,7 +187,7 @@ class DecisionRecord(Record):
     gain_per_step: float  # predicted seconds saved by each step
     horizon_steps: int
     cost: float  # predicted seconds of the switch
-    uncertainty: float  # seconds of one step that the gain must exceed: errors of the tracked work and of prices
+    uncertainty: float  # seconds of one step that the gain must exceed, from the errors of tracked work and of prices
     taken: bool
     reason: str
     solver_status: str
@@ -212,7 +213,7 @@ class DecisionRecord(Record):
 
     @property
     def surely_lost(self) -> bool:
-        """Whether the change made steps longer by more than `realised_interval`."""
+        """Whether the change made steps longer, by more than `realised_interval`."""
         gain, interval = self.realised_gain_per_step, self.realised_interval
         return gain is not None and interval is not None and gain + interval < 0
 
@@ -220,14 +221,15 @@ class DecisionRecord(Record):
 @dataclass(frozen=True, slots=True)
 class EventRecord(Record):
     """An event at one moment: `role_change`, `move_failed`, `worker_lost`, `checkpoint`, `warning`... Each session has
-    one of kind `began`, when its steps begin."""
+    one event of kind `began`, when its steps begin.
+    """
 
     time: float
     kind: str
     worker: str | None
     text: str
     seconds: float | None = None  # duration of a move, or of a join from the start of the process
-    held_seconds: float | None = None  # for which a step waited for a join
+    held_seconds: float | None = None  # seconds for which a step waited for a join
     clock: float | None = None  # the machine's monotonic clock at that time; in events of kind `began`
 
 
@@ -248,8 +250,8 @@ class MovedContexts(Record):
     """Contexts whose trajectory continued on another engine."""
 
     handed_over: int  # contexts whose KV was transferred
-    handed_tokens: int  # transferred from the engine before
-    handed_seconds: float  # from the request for the KV until its transfer, summed up
+    handed_tokens: int  # tokens whose KV came from the previous engine
+    handed_seconds: float  # sum of the times from the request for the KV to its transfer
     computed: int  # contexts without transferred KV
     computed_tokens: int
 
@@ -258,7 +260,7 @@ class MovedContexts(Record):
 class ServedSummary:
     """Requests of the users of all servers. TTFT and TPOT are seconds at the 99th percentile."""
 
-    requests: int  # that ended
+    requests: int  # requests that ended
     missed: int  # requests that missed their SLO; some may miss it without lending, too
     ttft: float
     tpot: float
@@ -269,11 +271,11 @@ class LendingSummary:
     """The run's gain from lending, and its cost for users."""
 
     rule: str
-    share: float  # of the lent devices' time that rollout had, while it had turns to make
+    share: float  # share of the lent devices' time that rollout had, while it had turns to make
     grants: int
-    overstayed: int  # grants that serving did not wait for to end
+    overstayed: int  # grants that serving did not wait to end
     recalls: int
-    users: ServedSummary | None  # of the run's own servers; None: it has none, or none of their requests ended
+    users: ServedSummary | None  # of the run's own servers; None: no server, or no request has ended
 
     @property
     def words(self) -> str:
@@ -298,7 +300,7 @@ class RunSummary(Record):
     wall_seconds: float
     steps: int
     evaluations: tuple[Evaluation, ...]
-    prediction_error: float | None  # mean absolute relative error over periods without a role change; None: no such one
+    prediction_error: float | None  # mean absolute relative error of periods without a role change
     lost_workers: tuple[str, ...]
     peak_memory_bytes: int
     trajectories_started: int

@@ -1,12 +1,17 @@
-"""A run as a trace: roles and work of each worker over time, and the number of running turns.
+"""A run as a trace: role and work of each worker over time, and the number of running turns.
 
-On every lane slices follow each other without overlap. Memory holds only the open role and the last end of each lane;
-the last role of each worker is kept even in a full file.
+Slices of a lane never overlap. Memory holds only the open role and the last end of each lane. A full file still gets
+the last role of each worker.
 
-Groups, top to bottom: `roles` (one lane per worker, and the trainer's steps), `moves` (from one role to another, as a
-whole; one lane per worker), `where the time goes` (its cause; one lane per worker), `work` (batches, weight loads,
-joins; one lane per worker), `running turns` (one counter per worker, since hundreds of turns overlap in an engine),
-`staleness` (of the trajectories of each step), `lent devices` if there are any.
+Groups, top to bottom; most have one lane per worker:
+
+    - `roles`: and the trainer's steps
+    - `moves`: from one role to another, as a whole
+    - `where the time goes`: the causes of device time
+    - `work`: batches, weight loads, joins
+    - `running turns`: one counter per worker, since hundreds of turns overlap in an engine
+    - `staleness`: of the trajectories of each step
+    - `lent devices`: if there are any
 """
 
 from __future__ import annotations
@@ -30,10 +35,10 @@ _GROUPS = {
     _TURNS: "running turns",
     _STEPS: "staleness",
 }
-_MORE = 7  # group of what a room draws
+_MORE = 7  # group that a room draws
 _STEPS_LANE = "training steps"
 
-# Names of the viewers' own palette, in which waiting is pale, too.
+# Colour names of the viewers' palette. Waiting is pale there, too.
 _ROLE_COLOURS = {
     Role.TRAIN: "thread_state_iowait",
     Role.ROLLOUT: "rail_response",
@@ -88,7 +93,7 @@ class Timeline:
             self._trace.name_group(pid, name, pid)
 
     def role(self, worker: str, role: str, at: float) -> None:
-        """The worker takes on `role` and keeps it until the next call."""
+        """Set the role of a worker from now on."""
         role_of(role)  # refuses what is none
         self._seen_roles.setdefault(role)
         if worker in self._open and self._open[worker][0] == role:
@@ -111,15 +116,15 @@ class Timeline:
     def move(
         self, worker: str, name: str, start: float, end: float, details: Mapping[str, JsonValue] | None = None
     ) -> None:
-        """The worker changed, or tried to change, from one role to another."""
+        """Add a worker's move, made or tried, from one role to another."""
         self._slice(_MOVES, worker, name, start, end, details or {})
 
     def step(self, step: int, start: float, end: float, details: Mapping[str, JsonValue] | None = None) -> None:
-        """One optimiser step."""
+        """Add one optimiser step."""
         self._slice(_ROLES, _STEPS_LANE, f"step {step}", start, end, details or {})
 
     def weights(self, worker: str, version: int, at: float) -> None:
-        """An engine serves a new version of the weights from now on."""
+        """Note that an engine serves a new version of the weights from now on."""
         self._instant(worker, f"weights v{version}", at, {"version": version})
 
     def cause(self, worker: str, cause: Cause, start: float, end: float) -> None:
@@ -127,17 +132,17 @@ class Timeline:
         self._slice(_CAUSES, worker, cause.words, start, end, {}, _CAUSE_COLOURS[cause])
 
     def staleness(self, mean: float, largest: int, at: float) -> None:
-        """Staleness, in versions, of the trajectories of a step that ends at `at`."""
+        """Add the staleness, in versions, of the trajectories of a step that ends at `at`."""
         self._see(at)
         self._trace.counter(_STEPS, "staleness", _microseconds(at), {"mean": mean, "max": largest})
 
     def lost(self, worker: str, at: float, text: str) -> None:
-        """The worker is gone: its role is `failed`, and the moment is marked across all lanes."""
+        """Set a lost worker's role to `failed`, and mark the moment across all lanes."""
         self.role(worker, "failed", at)
         self._instant(worker, f"lost: {text}", at, {}, "g")
 
     def turns(self, worker: str, running: int, at: float) -> None:
-        """Turns that run in an engine from now on; unchanged numbers are not written."""
+        """Set the number of turns that run in an engine from now on; an unchanged number is not written."""
         if running < 0:
             raise ValueError(f"turns of {worker}: {running} cannot run")
         if self._turns.get(worker) == running:
@@ -147,7 +152,7 @@ class Timeline:
         self._trace.counter(_TURNS, worker, _microseconds(at), {"turns": running})
 
     def more(self, draw: Callable[[TraceFile, int], None]) -> None:
-        """Let a room draw a group of its own, in times of the timeline. Called once, at the end."""
+        """Let a room draw its own group, with times of the timeline. Called once, at the end."""
         draw(self._trace, _MORE)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Trace files that https://ui.perfetto.dev and chrome://tracing open (the Trace Event Format, as a JSON array).
 
-The file is readable at any moment, also after a kill. It holds at most `max_events` events, in addition to names and a
-note at its end if it had to stop. Times are microseconds; groups and lanes are numbers that the caller names.
+The file is readable at any moment, also after a kill. It holds at most `max_events` events, plus names. A full file
+ends with a note that later events are missing. Times are microseconds; the caller numbers and names groups and lanes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-MAX_EVENTS = 500_000  # about 60 MB of JSON, which the viewers still open
+MAX_EVENTS = 500_000  # about 60 MB of JSON, a size that viewers can still open
 
 JsonValue = str | int | float
 
@@ -45,14 +45,14 @@ class TraceFile:
         args: Mapping[str, Any],
         colour: str | None = None,
     ) -> None:
-        """`colour` is a name of the viewers' own palette. Viewers drop slices of a lane that overlap."""
+        """Add a span of time. `colour` is a name of the viewers' palette. Viewers drop overlapping slices of a lane."""
         where = {"ph": "X", "pid": group, "tid": lane, "name": name, "ts": start, "dur": duration, "args": dict(args)}
         self._write(where if colour is None else {**where, "cname": colour})
 
     def instant(
         self, group: int, lane: int, name: str, at: float, args: Mapping[str, Any], scope: Literal["t", "p", "g"] = "t"
     ) -> None:
-        """A moment of a lane ("t"), of a group ("p") or of everything ("g")."""
+        """Mark a moment of a lane ("t"), of a group ("p") or of the whole trace ("g")."""
         self._write({"ph": "i", "s": scope, "pid": group, "tid": lane, "name": name, "ts": at, "args": dict(args)})
 
     def counter(self, group: int, name: str, at: float, values: Mapping[str, float]) -> None:

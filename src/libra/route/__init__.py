@@ -1,1 +1,1 @@
-"""Pure policies that route requests and admit groups."""
+"""Policies that route requests and admit groups; they do no I/O."""

@@ -1,9 +1,10 @@
-"""Bounds staleness by admission: decides which groups may start and which groups make up the next batch.
+"""Admission of groups under a bound on staleness: which groups may start, and which form the next batch.
 
-Invariant: at most `(1 + max_staleness) * groups_per_step` groups are between their start and the publication of the
-version that they contribute to. A group started under version v is in the batch of version v + 1 + max_staleness at the
-latest. So no token is more than `max_staleness` versions older than the policy that trains on it, and nothing is ever
-discarded: the trainer waits. This holds for whole batches, and for batches taken in parts as their groups complete.
+Invariant: at most `(1 + max_staleness) * groups_per_step` groups are in flight, that is, between their start and the
+publication of the version trained on them. A group started under version v is in the batch of version v + 1 +
+max_staleness at the latest. So no token is more than `max_staleness` versions older than the policy that trains on it.
+No group is discarded: the trainer waits instead. Both hold for whole batches, and for batches taken in parts as their
+groups complete.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class Admission(Generic[Episode]):
 
     def __init__(self, groups_per_step: int, group_size: int, max_staleness: int, version: int = 0) -> None:
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
-        self.published = version  # what every engine holds
-        self.taken = version  # batches taken so far: the version in the making, or published
-        self._parts = 0  # groups taken of the batch after these
+        self.published = version  # version that every engine holds
+        self.taken = version  # batches taken so far: the version in training, or the published one
+        self._parts = 0  # groups already taken of the next batch
         self._groups: dict[str, _Group[Episode]] = {}  # ordered by start
         self._complete = 0  # number of complete groups in `_groups`
 
     @property
     def in_flight(self) -> int:
-        """Groups between their start and the publication of the version that they contribute to."""
+        """Number of groups between their start and the publication of the version trained on them."""
         return len(self._groups) + self._parts + (self.taken - self.published) * self.groups_per_step
 
     def may_start(self) -> bool:
@@ -53,9 +54,9 @@ class Admission(Generic[Episode]):
         self._groups[group] = _Group(self.published, self.group_size, [])
 
     def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
-        """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Call it for the
-        oldest group first, and before any other starts. Raises ValueError if it can no longer be trained on in
-        time."""
+        """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Call this for the
+        oldest group first, and before a new group starts. Raises ValueError if the group is already too stale.
+        """
         if started_at > self.published:
             raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
         self.start(group)
@@ -64,8 +65,8 @@ class Admission(Generic[Episode]):
             self.finish(group, episode)
         if not self._in_time([entry.started_at for entry in self._groups.values()], self.lacks):
             raise ValueError(
-                f"group {group} was started under version {started_at}: it cannot be trained on at most"
-                f" {self.max_staleness} versions later any more"
+                f"group {group} was started under version {started_at}: it is too old to be trained on within "
+                f"{self.max_staleness} versions"
             )
 
     def finish(self, group: str, episode: Episode) -> None:
@@ -77,11 +78,13 @@ class Admission(Generic[Episode]):
         self._complete += entry.complete
 
     def ready(self) -> bool:
-        """Whether the next batch can be taken: enough complete groups, including all that must be in it."""
+        """Whether the next batch can be taken: enough groups are complete, including all groups that must be in this
+        batch.
+        """
         return self._choose() is not None
 
     def take(self) -> list[tuple[str, list[Episode]]]:
-        """The next batch. Raises ValueError when it is not `ready`, or a part of it is taken already."""
+        """Take the next batch. Raises ValueError if the batch is not `ready`, or partly taken already."""
         if self._parts:
             raise ValueError(f"{self._parts} groups of the next batch are already taken: continue with take_part")
         chosen = self._choose()
@@ -96,8 +99,10 @@ class Admission(Generic[Episode]):
         return self.groups_per_step - self._parts
 
     def take_part(self, least: int = 1) -> list[tuple[str, list[Episode]]]:
-        """Take the complete groups, oldest first, that may be in the next batch whenever the others complete. Take none
-        if they are fewer than `least` and the batch lacks more. With its last group the batch is `taken`."""
+        """Take complete groups of the next batch, oldest first: those that may be in it whenever the other groups
+        complete. Take none if there are fewer than `least` and the batch lacks more. With its last group the batch is
+        `taken`.
+        """
         least = min(least, self.lacks)
         if self._complete < least:
             return []
@@ -111,7 +116,7 @@ class Admission(Generic[Episode]):
                 if len(chosen) == self.lacks:
                     break
             else:
-                break  # later groups would leave too little room for the older ones, too
+                break  # with later groups, too little room would remain for older ones
         if len(chosen) < least:
             return []
         self._parts += len(chosen)
@@ -127,8 +132,9 @@ class Admission(Generic[Episode]):
         self.published = version
 
     def _choose(self) -> list[str] | None:
-        """The oldest complete groups; None if they are too few, or if the remaining groups would be more than later
-        batches can take in time."""
+        """The oldest complete groups; None if there are too few, or if later batches could not take all remaining
+        groups in time.
+        """
         if self._complete < self.groups_per_step:
             return None
         chosen = [name for name, group in self._groups.items() if group.complete][: self.groups_per_step]
@@ -142,7 +148,8 @@ class Admission(Generic[Episode]):
 
     def _in_time(self, started: Sequence[int], room: int) -> bool:
         """Whether groups started under the versions `started`, oldest first, can be trained on in time if the next
-        batch has room for `room` of them. It is enough to check the first of each batch, which is its oldest."""
+        batch has room for `room` groups. Only the oldest group of each batch needs a check.
+        """
         if room and started and self.taken > started[0] + self.max_staleness:
             return False
         firsts = started[room :: self.groups_per_step]

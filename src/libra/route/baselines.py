@@ -16,13 +16,14 @@ from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnReque
 from libra.route.tool_state import ToolState, payload_class, remainders
 from libra.trajectory import Trajectory
 
-MEMORY = 256  # samples: a plain mean up to this many, then an exponential one that weighs each new sample 1 / MEMORY
+# Samples: a plain mean up to this number, then an exponential mean in which each new sample weighs 1 / MEMORY.
+MEMORY = 256
 MAX_ROWS = 4_096
 
 
 @dataclass(slots=True)
 class _Home(Live):
-    position: int = 0  # last seen index of the instance in the fleet; tried first, so a search is rare
+    position: int = 0  # last seen index of the instance in the fleet, tried first to avoid a search
 
     def position_in(self, instances: Sequence[Instance]) -> int | None:
         if self.position < len(instances) and instances[self.position].id == self.instance:
@@ -31,9 +32,9 @@ class _Home(Live):
 
 
 class Baseline(StickyPolicy[_Home]):
-    """Base of these rules: eligibility, and prefix affinity. With `sticky`, a later turn of a trajectory goes to the
-    instance of its previous turn as long as that is present, holds the prefix and is eligible. `_choose` is called only
-    for the other turns."""
+    """Base of these rules: eligibility and prefix affinity. With `sticky`, a later turn goes to the instance of the
+    previous turn while this instance is present, holds the prefix and is eligible. `_choose` places all other turns.
+    """
 
     BUCKETS = False
 
@@ -63,18 +64,18 @@ class Baseline(StickyPolicy[_Home]):
 
     @abstractmethod
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
-        """Position of one of the instances that hold `needed` tokens; None if there is none."""
+        """Position of an instance that holds `needed` tokens; None without such an instance."""
 
 
 class RoundRobin(Baseline):
-    """Each instance in turn, skipping those that cannot hold the turn. O(1) if all can."""
+    """Each instance in turn, except instances that cannot hold the turn. O(1) if all can hold it."""
 
     NAME = "round-robin"
     REASON = "next in turn"
 
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__(sticky=sticky)
-        self._next = 0  # position, of a fleet that may have shrunk since
+        self._next = 0  # position in a fleet, which may have shrunk since
 
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
         count = len(instances)
@@ -104,11 +105,11 @@ class LeastLoaded(Baseline):
 
 
 class TwoChoices(Baseline):
-    """The less loaded of two different instances drawn at random from those that can hold the turn, ties by id.
+    """The less loaded of two random instances that can hold the turn, ties by id.
 
-    Of n instances with a turn each, the fullest has ln ln n / ln 2 + O(1), exponentially fewer than with one draw
-    (Mitzenmacher 2001, "The power of two choices in randomized load balancing"). O(1) if all can hold the turn: only if
-    one of the two drawn cannot, both are drawn again from a list of those that can, so every pair of these is equally
+    With n turns on n instances, the fullest instance has ln ln n / ln 2 + O(1) turns, exponentially fewer than with one
+    draw (Mitzenmacher 2001, "The power of two choices in randomized load balancing"). O(1) if all instances can hold
+    the turn. If a drawn instance cannot, both are drawn again from the eligible ones, so every eligible pair is equally
     likely.
     """
 
@@ -131,11 +132,11 @@ class TwoChoices(Baseline):
         return first if _load(instances[first]) < _load(instances[second]) else second
 
     def _draw(self, positions: Sequence[int]) -> Sequence[int]:
-        """Two different positions at random; all of them if there are two or fewer."""
+        """Two different random positions; all positions if there are two or fewer."""
         count = len(positions)
         if count <= 2:
             return positions
-        # Of all methods, only `random` promises the same numbers in every version of Python.
+        # Among the methods, only `random` gives the same numbers in every version of Python.
         first, second = int(self._random.random() * count), int(self._random.random() * (count - 1))
         return positions[first], positions[second + (second >= first)]
 
@@ -154,15 +155,15 @@ Row = tuple[str | None, ToolState | None]  # task (None: every task) and last to
 class RemainingTable:
     """Mean remaining tokens by task and last tool state, generated and returned together.
 
-    A task without samples in a state gets the mean of all tasks in that state, or else the mean of all samples. The
+    Without samples of the task in a state, the mean is over all tasks in this state, or else over all samples. The
     least recently updated rows are evicted.
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         if max_rows < 2:
-            raise ValueError(f"max_rows is {max_rows}; a sample takes 2, give 2 or more")
+            raise ValueError(f"max_rows is {max_rows}; a sample needs 2 rows, so give 2 or more")
         self._max_rows = max_rows
-        self._everything = (0, 0.0)  # samples, up to MEMORY, and their mean
+        self._everything = (0, 0.0)  # number of samples, up to MEMORY, and their mean
         self._rows: dict[Row, tuple[int, float]] = {}
 
     def __len__(self) -> int:
@@ -201,8 +202,8 @@ def _moved(before: tuple[int, float], sample: int) -> tuple[int, float]:
 class ShortestRemaining(LeastLoaded):
     """The `shortest-remaining-first` policy: the least loaded instance, and expected remaining tokens as priority.
 
-    It minimises the mean completion time if the expectation is right, at the expense of the longest. Before any
-    trajectory has finished, all turns have the same priority.
+    The policy minimises the mean completion time if the expectation is right, at the expense of the longest
+    trajectories. Before any trajectory has finished, all turns have the same priority.
     """
 
     NAME = "shortest-remaining-first"
@@ -210,7 +211,7 @@ class ShortestRemaining(LeastLoaded):
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__(sticky=sticky)
         self._table = RemainingTable()
-        self._states: dict[str, ToolState] = {}  # last tool state of live trajectories that had one
+        self._states: dict[str, ToolState] = {}  # last tool state of live trajectories that have one
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         return self._ordered(request, super().place(request, fleet))

@@ -1,7 +1,7 @@
 """Buckets: the bucket of a final context, the instance that serves a turn there, and rules that predict final contexts.
 
-Invariant: a turn goes only to an instance that holds its context and one more turn. Of these it goes to one of the
-wanted bucket, else of the next longer bucket that has one, else of the nearest shorter one.
+Invariant: a turn goes only to an eligible instance, which holds its context and one more turn. The wanted bucket comes
+first, then the next longer bucket with an eligible instance, then the nearest shorter one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def server(
     prefix_at: str | None,
     load: Callable[[Instance], float] = lambda instance: instance.load_tokens,
 ) -> Instance | None:
-    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None if no instance holds them. In the
-    bucket it is the one that holds the prefix, else the least loaded, ties by id. O(instances)."""
+    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None if no instance holds them. Within a
+    bucket, the instance with the prefix comes first, then the least loaded, ties by id. O(instances).
+    """
     return min(
         (it for it in instances if needed <= it.capacity_tokens),
         key=lambda it: (it.bucket < wanted, abs(it.bucket - wanted), it.id != prefix_at, load(it), it.id),
@@ -38,16 +39,16 @@ def server(
 
 @dataclass(slots=True)
 class _Live(Live):
-    final_context: int = 0  # tokens predicted at its first turn, or attained since if more
+    final_context: int = 0  # tokens predicted at the first turn, or the attained tokens if more
 
 
 class Bucketed(StickyPolicy[_Live]):
     """Base of the rules that predict a final context once, before the first turn.
 
     A turn goes to the bucket of the predicted final context, or of the attained context if that is longer. So a
-    trajectory keeps its bucket until it outgrows it, possibly in the middle of a turn, and then moves to a longer one.
-    With `sticky` a turn goes to the instance of its bucket that holds its prefix; otherwise, and if there is none, to
-    the least loaded.
+    trajectory keeps its bucket until its context exceeds the limit, possibly in the middle of a turn, and then moves to
+    a longer bucket. With `sticky`, a turn goes to the instance of its bucket that holds its prefix, if any. Otherwise
+    it goes to the least loaded instance.
     """
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
@@ -71,9 +72,9 @@ class Bucketed(StickyPolicy[_Live]):
     def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
         live.final_context = max(live.final_context, request.context_tokens + generated)
         wanted = bucket_of(live.final_context, fleet.limits)
-        # A turn that has generated more than `turn_tokens` still needs room for one more token.
+        # A turn with more than `turn_tokens` generated tokens still needs room for one more token.
         needed = request.context_tokens + max(fleet.turn_tokens, generated + 1 if generated else 0)
-        # A turn in flight prefers its own instance within the bucket, whether or not turns follow prefixes.
+        # A turn in flight prefers its present instance within the bucket, with and without `sticky`.
         follow = generated > 0 or (self._sticky and live.prefix_there)
         prefix_at = live.instance if follow else None
         chosen = server(fleet.instances, needed, wanted, prefix_at, self._load)
@@ -81,12 +82,12 @@ class Bucketed(StickyPolicy[_Live]):
             return None
         reason = "holds the prefix" if chosen.id == prefix_at else self.REASON
         if chosen.bucket != wanted:
-            reason = f"{reason}; bucket {wanted} has no instance that holds it"
+            reason = f"{reason}; no instance of bucket {wanted} holds the turn"
         ask_again = _outgrows(request.context_tokens, max(wanted, chosen.bucket), fleet.limits)
         return self._goes(live, chosen, reason, self._priority(request, chosen), ask_again)
 
     def _load(self, instance: Instance) -> float:
-        """The load by which instances are compared."""
+        """Load for comparing instances."""
         return instance.load_tokens
 
     def _priority(self, request: TurnRequest, instance: Instance) -> int:
@@ -94,7 +95,7 @@ class Bucketed(StickyPolicy[_Live]):
 
     @abstractmethod
     def _expected(self, request: TurnRequest) -> int:
-        """Predicted final context in tokens, before the first turn; without evidence 0 or the context itself."""
+        """Predicted final context in tokens, before the first turn; without evidence, 0 or the present context."""
 
 
 def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | None:
@@ -103,8 +104,9 @@ def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | 
 
 
 class AttainedService(Bucketed):
-    """The `mlfq` policy: the shortest bucket that holds the prompt, then the next one each time the trajectory outgrows
-    its bucket, even within a long generation without tools."""
+    """The `mlfq` policy: start in the shortest bucket that holds the prompt, and move to the next bucket each time the
+    context exceeds the limit, also in the middle of a turn.
+    """
 
     NAME = "mlfq"
     REASON = "bucket of the attained context"

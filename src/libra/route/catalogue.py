@@ -37,9 +37,10 @@ POLICIES = tuple(_BY_NAME)
 
 
 def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
-    """A new, untrained policy. `sticky`: a later turn goes to the instance with its prefix if possible; `seed` is for
-    rules that draw at random. Raises ValueError for a name that is not in `POLICIES`, and for one that always follows
-    prefixes if `sticky` is false."""
+    """A new, untrained policy. `sticky`: a later turn goes to the instance with its prefix if possible. `seed` is for
+    rules with random draws. Raises ValueError for a name that is not in `POLICIES`, and for `sticky` false with a
+    policy that always follows prefixes.
+    """
     kind = _kind(name)
     if issubclass(kind, TwoChoices):
         return kind(sticky=sticky, seed=seed)
@@ -56,15 +57,17 @@ def is_path(name: str) -> bool:
 
 
 def ignores_buckets(name: str) -> bool:
-    """Whether the policy of this name ignores buckets. False for a class of the user's own (path.py:Class), which may
-    use them."""
+    """Whether the policy of this name ignores buckets. False for the user's own class (path.py:Class), which may use
+    them.
+    """
     kind = _BY_NAME.get(name)
     return kind is not None and not kind.BUCKETS
 
 
 def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:
-    """The policy `name` in the state of `snapshot`. Raises ValueError like `policy_named`, and if the snapshot is of
-    another policy or format."""
+    """The policy `name` in the state of `snapshot`. Raises ValueError like `policy_named`, and for a snapshot of
+    another policy or format.
+    """
     return _kind(name).restore(snapshot)
 
 

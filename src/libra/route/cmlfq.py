@@ -1,8 +1,8 @@
-"""C-MLFQ by expected cost: a turn goes to the instance with the least expected cost of serving the rest of its
-trajectory.
+"""C-MLFQ by expected cost: a turn goes to the instance with the least expected cost of serving the trajectory's
+remaining tokens.
 
-Invariant: no turn is placed on an instance that cannot hold its context and one more turn. No turn leaves the instance
-that holds its prefix unless it has outgrown it or the expected saving exceeds the price of the move.
+Invariant: no turn is placed on an instance that cannot hold its context and one more turn. A turn leaves the instance
+that holds its prefix only if it has outgrown the instance, or if the expected saving exceeds the price of the move.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ PLACED = "least expected cost"
 BLIND = "no evidence: least loaded"
 BLIND_STAYS = "no evidence: holds the prefix"
 
-# A turn is reconsidered when it has generated this many times the tokens that all of its trajectory was to need.
+# A turn is placed again when its generated tokens exceed the trajectory's predicted tokens by this factor.
 _SURPRISE = 2.0
 
 
 @dataclass(slots=True)
 class _Live(Live):
     recent: tuple[ToolState, ...] = ()  # latest tool returns
-    returns: int = 0  # of tools, so far
-    returned: int = 0  # tokens, by these tools
+    returns: int = 0  # number of tool returns so far
+    returned: int = 0  # tokens returned by tools
 
 
 class CMLFQ(LivePolicy[_Live]):
     """The `cmlfq` policy.
 
-    The remaining tokens of a trajectory are predicted from its tool returns (`Hierarchy`) as a distribution. It gives
-    for each bucket the probability that the trajectory outgrows its instances, and the tokens they would serve until
-    then. The least loaded eligible instance of each bucket makes an offer, as does the one that holds the prefix. The
-    cheapest offer is taken: its cost is service there, service after a later move, that move, and the move now
-    (`service_cost`).
+    The remaining tokens of a trajectory are predicted from its tool returns (`Hierarchy`) as a distribution. For each
+    bucket, the distribution gives the probability that the trajectory outgrows the bucket's instances, and the expected
+    tokens until then. The least loaded eligible instance of each bucket is an offer, and so is the instance that holds
+    the prefix. The cheapest offer wins. Its cost is the service on the instance, a later move, the service after it,
+    and the move now (`service_cost`).
 
-    A bucket groups engines that a plan made for a range of lengths. Its limit is not enforced: a trajectory goes to,
-    and stays on, the instance expected to serve its remaining tokens soonest, by the instances' reported seconds or,
-    without a report, by their loads. So long trajectories gather on fast engines when these are worth it, a crowded
-    bucket sends no turn to a more crowded one, and an idle bucket serves turns planned for others. Before any
-    trajectory has finished, a turn stays with its prefix, or goes to the least loaded instance that holds it.
+    A bucket groups the engines that a plan made for a range of lengths. The policy does not enforce its limit: a
+    trajectory goes to, and stays on, the instance expected to serve its remaining tokens soonest. The expectation uses
+    the instances' reported seconds or, without a report, their loads. So long trajectories gather on fast engines when
+    these are worth a move, no turn goes to a more crowded bucket, and an idle bucket serves turns planned for others.
+    Before any trajectory has finished, a turn stays with its prefix, or goes to the least loaded instance that can hold
+    it.
 
     `priority` is the slack in milliseconds: the due time of the group, 0 if unknown, minus the predicted service time
-    of the remaining tokens. Among turns due at the same time, the one with the longest remaining service is first.
+    of the remaining tokens. Among turns due at the same time, the turn with the longest remaining service comes first.
     """
 
     NAME = "cmlfq"
@@ -66,7 +67,9 @@ class CMLFQ(LivePolicy[_Live]):
         half_life: float = HALF_LIFE,
         max_contexts: int = MAX_CONTEXTS,
     ) -> None:
-        """`half_life` is in trajectories, `max_contexts` bounds the memory; see `ReturnEvidence`."""
+        """Create an untrained policy. `half_life` is in trajectories; `max_contexts` bounds the memory; see
+        `ReturnEvidence`.
+        """
         super().__init__()
         self._migration = MigrationCost() if migration is None else migration
         self._hierarchy = Hierarchy(half_life, max_contexts)
@@ -152,8 +155,9 @@ class CMLFQ(LivePolicy[_Live]):
         return self._goes(live, chosen.instance, reason, _slack(request, remaining, chosen.told_seconds), ask_again)
 
     def _turn_tokens(self, live: _Live, request: TurnRequest) -> float:
-        """Expected tokens that the trajectory generates in a turn: the mean of its own turns, blended with that of all
-        trajectories as the hierarchy blends contexts; 0 before any trajectory has finished."""
+        """Expected generated tokens of a turn of the trajectory: the mean of its own turns, blended with the mean of
+        all trajectories as the hierarchy blends contexts. 0 before any trajectory has finished.
+        """
         usual = self._hierarchy.turn_tokens
         if not usual:
             return 0.0
@@ -170,10 +174,11 @@ def _slack(request: TurnRequest, remaining: Remaining | None, token_seconds: flo
 
 
 def _ask_again(room: float, generated: int, remaining: Remaining | None) -> int | None:
-    """Tokens of the turn at which it exceeds the reach of its instance, or before that its prediction by `_SURPRISE`.
+    """Generated tokens at which to place the turn again: when it exceeds the reach of its instance, or its prediction
+    by `_SURPRISE`.
 
-    The prediction grows with the generated tokens, and the next call comes at twice these tokens or later, so there are
-    few. None if the context exceeds the reach already: there was no better instance for the turn.
+    The prediction grows with the generated tokens, and the next call comes at twice these tokens or later, so calls
+    are few. None if the context exceeds the reach already, since no better instance was available.
     """
     if room < 0:
         return None

@@ -1,6 +1,6 @@
-"""Routing policies of the user's own, loaded from path.py:Class.
+"""The user's own routing policies, loaded from path.py:Class.
 
-Only a path that the user typed, or wrote into a request, is imported, never one from a plan or a log.
+Only a path from the command line or a request is imported, never a path from a plan or a log.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ _METHODS = ("place", "tool_returned", "bucket_overrun", "finished", "forget", "i
 
 
 class PolicyError(ValueError):
-    """A policy of the user's own failed. The message names the policy, the method and the error."""
+    """The user's own policy failed. The message names the policy, the method and the error."""
 
 
 class OwnPolicy:
-    """A policy of the user's own: errors name it, and its answers are placements or None. Other attributes, such as
-    `snapshot`, are passed through."""
+    """Wraps the user's own policy: errors name the policy, and an answer must be a placement or None. Other attributes,
+    such as `snapshot`, are passed through.
+    """
 
     def __init__(self, name: str, policy: Any) -> None:
         self._name, self._policy = name, policy
@@ -47,7 +48,7 @@ class OwnPolicy:
         self._answer("instance_gone", instance)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # a copy that is being made has no policy yet
+        if attribute.startswith("_"):  # an incomplete copy has no policy yet
             raise AttributeError(attribute)
         return getattr(self._policy, attribute)
 
@@ -66,7 +67,7 @@ class OwnPolicy:
 
 
 def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
-    """A new policy of the catalogue, or of `path.py:Class`, made without arguments.
+    """A new policy from the catalogue, or from `path.py:Class`, whose class is called without arguments.
 
     `sticky` and `seed` are for policies of the catalogue: see `policy_named`. A class that ignores buckets sets
     `BUCKETS = False`. Raises ValueError with the reason.
@@ -74,7 +75,7 @@ def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     if not is_path(name):
         return policy_named(name, sticky=sticky, seed=seed)
     if not sticky:
-        raise ValueError(f"{name} follows prefixes as its own rule says: leave sticky true")
+        raise ValueError(f"{name} follows prefixes by its own rule: leave sticky true")
     path = name.rpartition(":")[0]
     if not Path(path).is_file():
         raise ValueError(f"policy is {name!r}: there is no file {path}; give path.py:Class")
@@ -85,30 +86,31 @@ def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     lacking = [method for method in _METHODS if not callable(getattr(policy, method, None))]
     if lacking:
         raise ValueError(
-            f"policy is {name!r}, which has no {', '.join(lacking)}; it needs the methods of libra.route.policy.Policy"
+            f"policy is {name!r}, which has no {', '.join(lacking)}; add the methods of libra.route.policy.Policy"
         )
     return cast(Policy, OwnPolicy(name, policy))
 
 
 @lru_cache
 def _class_named(name: str) -> Any:
-    """Run the file once, however many policies are made."""
+    """The class; the file is run only once."""
     path, _, kind = name.rpartition(":")
     spec = spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None  # of a file named .py
+    assert spec is not None and spec.loader is not None  # the name of a file named .py
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, kind)
 
 
 def looks_at_buckets(policy: Policy) -> bool:
-    """Whether the policy uses buckets, and so can use engines of several sizes."""
+    """Whether the policy uses buckets, and can therefore use engines of several sizes."""
     return getattr(policy, "BUCKETS", True) is not False
 
 
 def restore_policy(name: str, snapshot: dict[str, Any]) -> Policy:
-    """The policy `name` in the state of `snapshot`. Raises ValueError like `load_policy`, and if the snapshot is of
-    another policy or format."""
+    """The policy `name` in the state of `snapshot`. Raises ValueError like `load_policy`, and for a snapshot of another
+    policy or format.
+    """
     if not is_path(name):
         return policy_restored(name, snapshot)
     load_policy(name)

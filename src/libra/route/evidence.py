@@ -1,9 +1,10 @@
-"""Evidence by context: histograms of the tokens that finished trajectories needed, forgotten exponentially, and
+"""Evidence by context: histograms of the tokens of finished trajectories, with exponentially decaying weights, and
 progress marks of running trajectories.
 
-Invariant: a context's histogram sums everything added to it since it was last evicted. Each addition counts with its
-weight times `2 ** (-n / half_life)`, where n is the number of later trajectories; for one of an older policy version, n
-counts from the first of a newer version. There are never more than `max_contexts` histograms.
+Invariant: a context's histogram is the sum of all additions since the context was last evicted. An addition counts with
+its weight times `2 ** (-n / half_life)`, where n is the number of later trajectories. For a trajectory of an older
+policy version, n counts from the first trajectory of a newer version. There are never more than `max_contexts`
+histograms.
 """
 
 from __future__ import annotations
@@ -20,25 +21,26 @@ import numpy as np
 
 from libra.route.remaining import BINS, BINS_PER_OCTAVE, Histogram, bin_of
 
-Context = tuple[Hashable, ...]  # of strings, numbers and tuples of them
-Marks = dict[int, int]  # number by bin, of one context
+Context = tuple[Hashable, ...]  # tuple of strings, numbers and such tuples
+Marks = dict[int, int]  # numbers by bin, of one context
 
-# 320 bytes for the histogram of a context, and as many again for its name and its place in the table.
+# A context takes 320 bytes for its histogram, and another 320 bytes for its name and its table entry.
 MAX_CONTEXTS = 65_536
-# Trajectories: the last two policy versions at 512 a version.
+# In trajectories: the last two policy versions, at 512 trajectories per version.
 HALF_LIFE = 1024.0
 
 _KEPT_VERSIONS = 64
-_COLUMNS = BINS + 1  # of the table: weights by bin, and their sum
-_REBASE = 64  # half-lives after which the stored weights are scaled down: single precision holds 2 ** 127
+_COLUMNS = BINS + 1  # columns of the table: weights by bin, and their sum
+_REBASE = 64  # half-lives after which the stored weights are scaled down, since single precision ends at 2 ** 127
 
 
 class ReturnEvidence:
-    """Weights by context and bin. Adding to a context makes it the most recently used; the least recently used are
-    evicted first."""
+    """Weights by context and bin. An addition makes a context the most recently used; the least recently used context
+    is evicted first.
+    """
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
-        """`half_life` is in trajectories."""
+        """Create empty evidence; `half_life` is in trajectories."""
         if not 0 < half_life < math.inf:
             raise ValueError(f"half_life is {half_life}; it is a number of trajectories, above 0 and finite")
         if max_contexts < 1:
@@ -46,18 +48,19 @@ class ReturnEvidence:
         self.half_life = half_life
         self.max_contexts = max_contexts
         self._clock = 0  # trajectories counted
-        self._base = 0  # clock at which an addition is stored with its own weight; later ones are stored with more
+        # Clock at which additions are stored with their own weight; later additions are stored with larger weights.
+        self._base = 0
         self.fading = 1.0  # present weight of an addition stored with weight 1
-        self._versions: list[int] = []  # versions that were the newest when first counted, in order
-        self._since: list[int] = []  # clock at which each of them was first counted
-        # Least recently used first. A plain dict would scan all its deleted entries to find the first one.
+        self._versions: list[int] = []  # versions that were the newest one when first counted, in order
+        self._since: list[int] = []  # clock at which each version was first counted
+        # Least recently used first. A plain dict would scan all deleted entries to find its first entry.
         self._rows: OrderedDict[Context, int] = OrderedDict()
         self._taken: list[int] = []  # rows of evicted contexts, still to be zeroed
         # Row 0 stays empty: contexts without evidence read it.
         self._table: Histogram = np.zeros((1, _COLUMNS), np.float32)
 
     def __len__(self) -> int:
-        """Contexts held."""
+        """Number of contexts."""
         return len(self._rows)
 
     @property
@@ -66,14 +69,14 @@ class ReturnEvidence:
         return self._clock
 
     def count(self, version: int, histograms: Mapping[Context, Mapping[int, float]]) -> None:
-        """Count one trajectory of this policy version: weights by bin to add to each context, in this order."""
+        """Count one trajectory of this policy version: add the weights by bin to each context, in the given order."""
         self._clock += 1
         if self._clock - self._base > _REBASE * self.half_life:
             self._table *= np.float32(2 ** ((self._base - self._clock) / self.half_life))
             self._base = self._clock
         self.fading = 2 ** ((self._base - self._clock) / self.half_life)
         stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
-        # By row: a context that is evicted for a later one of these leaves its row to that one.
+        # By row, since a later context of the list may evict an earlier one and take its row.
         adding: dict[int, Mapping[int, float]] = {}
         rows, latest_used = self._rows, self._rows.move_to_end
         for context, weights in histograms.items():
@@ -98,16 +101,17 @@ class ReturnEvidence:
         added = np.array(what, np.float32)
         added *= np.float32(stored)
         flat = self._table.reshape(-1)
-        flat[np.array(where, np.intp)] += added  # each cell occurs once, but the sums, in the last column, repeat
+        flat[np.array(where, np.intp)] += added  # each cell occurs once, except the sums in the last column
         np.add.at(flat, np.array(sums, np.intp), added)
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram:
-        """Stored weights by context and bin, and their sum in one more column; multiply by `fading` for present
-        weights. Zeros for a context without evidence."""
+        """Stored weights by context and bin, with their sum in a last column. Multiply by `fading` for present weights.
+        Zeros for a context without evidence.
+        """
         return self._table.take([*map(self._rows.get, contexts, repeat(0))], 0)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON values; weights as stored, by context in order of use."""
+        """The state as JSON values: weights as stored, by context in order of use."""
         contexts = []
         for context, row in self._rows.items():
             bins = np.flatnonzero(self._table[row])
@@ -134,7 +138,7 @@ class ReturnEvidence:
         return evidence
 
     def _standing(self, version: int) -> int:
-        """The clock value from which a trajectory of this version ages."""
+        """Clock value from which a trajectory of this version ages."""
         if not self._versions or version > self._versions[-1]:
             self._versions.append(version)
             self._since.append(self._clock)
@@ -144,8 +148,9 @@ class ReturnEvidence:
         return self._clock if newer == len(self._versions) else self._since[newer]
 
     def _new_row(self, context: Context) -> int:
-        """Assign a row to a context without one: an empty row, or that of an evicted context, which becomes `_taken`.
-        The context is then the most recently used."""
+        """Assign a row to a new context: an empty row, or the row of an evicted context, which becomes `_taken`. The
+        context becomes the most recently used.
+        """
         rows = self._rows
         if len(rows) < self.max_contexts:
             row = len(rows) + 1
@@ -161,7 +166,9 @@ class ReturnEvidence:
 
 @dataclass(slots=True)
 class _Place:
-    """Contexts and bin of a running trajectory. `marks` are those of its contexts, which exist as long as it runs."""
+    """Contexts and bin of a running trajectory. `marks` are the marks of these contexts, which exist while the
+    trajectory runs.
+    """
 
     contexts: tuple[Context, ...]
     marks: list[Marks]
@@ -171,9 +178,9 @@ class _Place:
 class Running:
     """Counts of running trajectories by context and bin. Memory is proportional to the running trajectories.
 
-    Each trajectory marks each of its contexts with one bin: the first of the octave of its tokens so far. When it ends
-    its marks are removed, and a context without marks is not kept. In octaves a mark rarely moves, and is still a lower
-    bound.
+    A trajectory marks each of its contexts with one bin: the first bin of the octave of its tokens so far. Its end
+    removes the marks, and a context without marks is dropped. With octaves, a mark is still a lower bound and rarely
+    moves.
     """
 
     def __init__(self) -> None:
@@ -189,8 +196,9 @@ class Running:
         self._places[trajectory_id] = _Place(own, marks, bin_)
 
     def reached(self, trajectory_id: str, tokens: int) -> None:
-        """Record that a trajectory has `tokens` tokens, generated and returned. Ignored if it is not running, or had
-        more before."""
+        """Record that a trajectory has `tokens` tokens, generated and returned. Ignored if it is not running, or if it
+        already had more.
+        """
         place = self._places.get(trajectory_id)
         if place is None:
             return
@@ -202,7 +210,7 @@ class Running:
             place.bin = now
 
     def end(self, trajectory_id: str) -> None:
-        """Remove a trajectory that has finished or was given up; no error if it is not running."""
+        """Remove a finished or abandoned trajectory; no error if it is not running."""
         place = self._places.pop(trajectory_id, None)
         if place is None:
             return
@@ -212,7 +220,7 @@ class Running:
                 del self._marks[context]
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram | None:
-        """Numbers of running trajectories by context and bin; None if all of them are in bin 0."""
+        """Numbers of running trajectories by context and bin; None if all are in bin 0."""
         marks = [self._marks.get(context) for context in contexts]
         if not any(mark is not None and (len(mark) > 1 or 0 not in mark) for mark in marks):
             return None
@@ -223,7 +231,7 @@ class Running:
         return found
 
     def snapshot(self) -> list[Any]:
-        """JSON values."""
+        """The state as JSON values."""
         return [[id, place.contexts, place.bin] for id, place in self._places.items()]
 
     @classmethod

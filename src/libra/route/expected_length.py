@@ -1,6 +1,6 @@
 """Rules that predict the final context from the prompt: by the rank of its length, and by ridge regression.
 
-Both forget exponentially: a trajectory after which n others have finished weighs `2 ** (-n / HALF_LIFE)`.
+Both weights decay exponentially: a trajectory weighs `2 ** (-n / HALF_LIFE)` if n others have finished later.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from libra.route.policy import TurnRequest
 from libra.route.tool_state import require_finished
 from libra.trajectory import Trajectory
 
-HALF_LIFE = 256.0  # trajectories, as the length tracker forgets
+HALF_LIFE = 256.0  # in trajectories, as in the length tracker
 KEPT = 1_024  # four half-lives: dropped trajectories weigh a sixteenth or less
 
-PENALTY = 1.0  # of a squared coefficient: equals one trajectory that has the feature, with target 0
+PENALTY = 1.0  # penalty on a squared coefficient, equal to one trajectory that has the feature and target 0
 TASKS = 32  # tasks are distinguished by their hash modulo this
 FEATURES = 5 + TASKS
-MAX_PROMPTS = 65_536  # whose earlier samples are remembered
+MAX_PROMPTS = 65_536  # number of prompts whose earlier samples are stored
 
-_LOG_LIMIT = 40.0  # exp(40) K tokens: longer than any bucket, and still an integer
+_LOG_LIMIT = 40.0  # exp(40) K tokens: longer than any bucket, and still valid as an integer
 
 Array = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 class QuantileMatch:
     """Maps a prompt length to the final context of the same rank among the latest trajectories.
 
-    A trajectory after which n others have finished weighs `2 ** (-n / half_life)`; the latest `kept` are kept.
+    A trajectory weighs `2 ** (-n / half_life)` if n others have finished later; only the latest `kept` are kept.
     """
 
     def __init__(self, kept: int = KEPT, half_life: float = HALF_LIFE, pairs: Iterable[tuple[int, int]] = ()) -> None:
@@ -45,7 +45,7 @@ class QuantileMatch:
         self._half_life = half_life
         self._ring = np.zeros((kept, 2))
         self._added = 0
-        self._sorted: tuple[Array, Array, Array, Array] | None = None  # made by `match`, reset by `add`
+        self._sorted: tuple[Array, Array, Array, Array] | None = None  # computed by `match`, reset by `add`
         for pair in pairs:
             self.add(*pair)
 
@@ -62,9 +62,9 @@ class QuantileMatch:
     def match(self, prompt_tokens: int) -> int | None:
         """Final context in tokens; None before any trajectory.
 
-        The rank of a prompt is the share of shorter ones and half the share of equal ones, so if all prompts are
-        equally long every match is the median. The match is the smallest final context that at least this share does
-        not exceed. O(log kept), and O(kept log kept) the first time after an `add`.
+        The rank of a prompt is the share of shorter prompts plus half the share of equal ones. So if all prompts are
+        equally long, every match is the median. The match is the smallest final context that at least this share of
+        trajectories does not exceed. O(log kept), and O(kept log kept) the first time after an `add`.
         """
         if not self._added:
             return None
@@ -80,7 +80,9 @@ class QuantileMatch:
         return np.concatenate([self._ring[oldest : self._added], self._ring[:oldest]])
 
     def _sort(self) -> tuple[Array, Array, Array, Array]:
-        """Sorted prompts, the weight before each and of all; sorted final contexts, and the weight up to each."""
+        """Sorted prompts with the weight before each, the total weight, and sorted final contexts with the weight up to
+        each.
+        """
         prompts, finals = self._kept().T
         weights = 2.0 ** (-np.arange(len(prompts))[::-1] / self._half_life)
         by_prompt, by_final = np.argsort(prompts, kind="stable"), np.argsort(finals, kind="stable")
@@ -121,16 +123,16 @@ class LengthByPrompt(Bucketed):
 class Ridge:
     """Least squares with exponential forgetting and a penalty on all coefficients but the first, the intercept.
 
-    It keeps the normal equations, not their inverse: forgetting multiplies them by `decay`, a new sample adds to them,
-    both O(features^2), and the penalty does not fade, as it would in a recursively updated inverse. `coefficients`
-    solves them once after each `add`, O(features^3).
+    The normal equations are stored, not their inverse. Each `add` multiplies them by `decay` and adds a sample, in
+    O(features^2). So the penalty does not fade, as it would in a recursively updated inverse. `coefficients` solves
+    them once after each `add`, in O(features^3).
     """
 
     def __init__(self, features: int, penalty: float, decay: float) -> None:
         if features < 1:
             raise ValueError(f"features is {features}; give 1 or more, the intercept included")
         if not penalty > 0:
-            raise ValueError(f"penalty is {penalty}; give more than 0, or features that never differ have no solution")
+            raise ValueError(f"penalty is {penalty}; give more than 0, or there is no solution for constant features")
         if not 0 < decay <= 1:
             raise ValueError(f"decay is {decay}; it must be above 0 and at most 1")
         self._penalty: Array = penalty * np.diag(np.arange(features) > 0).astype(np.float64)
@@ -162,8 +164,9 @@ class Ridge:
 
 
 def features(prompt_tokens: int, task: str, earlier: float | None) -> Array:
-    """Features of a prompt: 1, the log of its length and its square, whether it had samples before and their mean log
-    final context (0 if none), and its task. Logs are natural and of K tokens (1,024); "" is no task."""
+    """Features of a prompt: 1, the log of its length and the square of this log, whether it has earlier samples, their
+    mean log final context (0 without samples), and its task. Logs are natural, of K tokens (1,024); "" is no task.
+    """
     x = np.zeros(FEATURES)
     length = log_k(prompt_tokens)
     x[:3] = 1.0, length, length**2
@@ -182,9 +185,9 @@ def log_k(tokens: int) -> float:
 class LengthPredictor(Bucketed):
     """The `length-predictor` policy: predicts the final context once, at the first turn.
 
-    It represents predictors that read the prompt (embeddings): instead of these it uses the `features` of a log of
-    token counts. The exponential of the predicted log is the median of a log-normal length. The final context of a
-    trajectory is the most tokens that it ever held. Before any has finished, the prediction is the prompt itself.
+    The policy stands for predictors that read the prompt (embeddings), but uses only the `features` that token counts
+    give. The exponential of the predicted log is the median of a log-normal length. The final context of a trajectory
+    is its largest context. Before any trajectory has finished, the prediction is the prompt's length.
     """
 
     NAME = "length-predictor"
@@ -193,15 +196,16 @@ class LengthPredictor(Bucketed):
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__(sticky=sticky)
         self._ridge = Ridge(FEATURES, PENALTY, 2 ** (-1 / HALF_LIFE))
-        self._prompts: dict[str, tuple[int, float]] = {}  # finished samples and their sum of logs, latest updated last
-        # Features known when a live trajectory was placed. Those known when it finishes would include samples of its
-        # group that ran at the same time, which a prediction never has.
+        # Finished samples and the sum of their logs, last updated last.
+        self._prompts: dict[str, tuple[int, float]] = {}
+        # Features at the first placement of a live trajectory. Features at its end would include samples of its group
+        # that ran at the same time, which a prediction never has.
         self._asked: dict[str, tuple[int, str, float | None]] = {}
 
     def finished(self, trajectory: Trajectory) -> None:
         require_finished(trajectory)
         known = self._asked.get(trajectory.id)
-        if known is None:  # read from a log
+        if known is None:  # the trajectory was read from a log
             known = trajectory.prompt_tokens, trajectory.task, self._earlier(trajectory.prompt_id)
         length = log_k(trajectory.peak_context)
         self._ridge.add(features(*known), length)

@@ -1,9 +1,9 @@
-"""Estimates of a trajectory's remaining tokens: contexts from general to specific, each blended with the next.
+"""Estimates of a trajectory's remaining tokens, blended from general to specific contexts.
 
-Invariant: an estimate is a mixture of the histograms of the trajectory's contexts. In it a context of n trajectories
-weighs n / (n + `SHRINKAGE`) against the more general ones, so one old sample never decides, and a context without
-evidence has no weight. Each trajectory counts once in a context: its visits share one weight, because they repeat one
-another. A prompt's own earlier samples are the two most specific contexts.
+Invariant: an estimate is a mixture of the histograms of the trajectory's contexts. A context of n trajectories weighs n
+/ (n + `SHRINKAGE`) against the more general contexts. So one old sample never decides, and a context without evidence
+has no weight. A trajectory's visits to a context are similar, so they share a total weight of 1. The two most specific
+contexts are earlier samples of the same prompt.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from libra.route.remaining import BINS, Histogram, Remaining, bin_of, redistribu
 from libra.route.tool_state import ToolState, remainders, require_finished
 from libra.trajectory import Trajectory
 
-# Number of its own trajectories at which a context weighs as much as all more general ones together.
+# Number of trajectories at which a context weighs as much as all more general contexts together.
 SHRINKAGE = 4.0
 
 RECENT = 3  # latest tool-return states that contexts use
 
-_ALONE: tuple[Mapping[int, float], ...] = tuple({bin_: 1.0} for bin_ in range(BINS))  # all in one bin
+_ALONE: tuple[Mapping[int, float], ...] = tuple({bin_: 1.0} for bin_ in range(BINS))  # all weight in one bin
 
-_FIRST_OF_A_RETURN = 2  # earlier contexts hold for the whole trajectory, the others for one moment of it
+_FIRST_OF_A_RETURN = 2  # contexts before this one hold for the whole trajectory, later ones for one moment
 
 
 def contexts_of(
     prompt_id: str, task: str, recent: tuple[ToolState, ...], returns: int, context_tokens: int
 ) -> tuple[Context, ...]:
-    """Contexts of a trajectory after `returns` tool returns, of which the last three are `recent`; general ones first.
+    """Contexts of a trajectory after `returns` tool returns, general contexts first; `recent` are the last three
+    returns.
 
-    Returns so far and context tokens count in octaves, the finest resolution of few samples.
+    Numbers of returns and context tokens are rounded to octaves, the finest resolution that few samples support.
     """
     last, last_two = recent[-1:], recent[-2:]
     depth = returns.bit_length()
@@ -54,17 +55,17 @@ def contexts_of(
 
 
 class Hierarchy:
-    """The evidence of finished trajectories, with running ones as lower bounds, and the estimates from it.
+    """Evidence from finished trajectories, with running ones as lower bounds, and its estimates.
 
-    Running trajectories count in estimates before the first tool return, where they matter most: the samples of a
-    prompt start together, and the short ones finish first. Estimates after a return use only finished trajectories.
+    Running trajectories count in estimates before the first tool return. There they matter most: the samples of a
+    prompt start together, and the short samples finish first. Estimates after a return use only finished trajectories.
     """
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
-        """`half_life` is in trajectories; see `ReturnEvidence`."""
+        """Create an empty hierarchy. `half_life` is in trajectories; see `ReturnEvidence`."""
         self._evidence = ReturnEvidence(half_life, max_contexts)
         self._running = Running()
-        self._turns = self._generated = 0.0  # of all trajectories, forgotten like them, in order of arrival
+        self._turns = self._generated = 0.0  # mean over all trajectories, with weights that decay in order of arrival
 
     @property
     def turn_tokens(self) -> float:
@@ -72,7 +73,7 @@ class Hierarchy:
         return self._generated / self._turns if self._turns else 0.0
 
     def learn(self, trajectory: Trajectory) -> None:
-        """Count a finished trajectory at its start and after each of its tool returns; O(turns)."""
+        """Count a finished trajectory at its start and after each tool return; O(turns)."""
         require_finished(trajectory)
         self._running.end(trajectory.id)
         kept = 2 ** (-1 / self._evidence.half_life)
@@ -85,7 +86,7 @@ class Hierarchy:
                 visits[context].append(bin_)
         self._evidence.count(
             trajectory.policy_version,
-            # Reversed so that general contexts are evicted last. Most contexts are visited once.
+            # Reversed, so that general contexts are evicted last. Most contexts are visited once.
             {
                 context: _ALONE[bins[0]] if len(bins) == 1 else _shares(bins)
                 for context, bins in reversed(visits.items())
@@ -107,11 +108,13 @@ class Hierarchy:
         self._running.end(trajectory_id)
 
     def predict(self, request: TurnRequest, states: Sequence[ToolState]) -> Remaining | None:
-        """Remaining tokens of a trajectory whose tool returns so far were `states`; None before any has finished."""
+        """Remaining tokens of a trajectory with the tool returns `states` so far; None before any trajectory has
+        finished.
+        """
         return self.predict_recent(request, tuple(states[-RECENT:]), len(states))
 
     def predict_recent(self, request: TurnRequest, recent: tuple[ToolState, ...], returns: int) -> Remaining | None:
-        """`predict` from the latest `RECENT` states and the number of all."""
+        """`predict` from the latest `RECENT` states and the number of all states."""
         if not self._evidence.trajectories:
             return None
         contexts = contexts_of(request.prompt_id, request.task, recent, returns, request.context_tokens)
@@ -119,14 +122,14 @@ class Hierarchy:
         fading = self._evidence.fading
         weights = finished[:, BINS].tolist()
         running = None if returns else self._running.histograms(contexts)
-        if running is None:  # only shares count, so a common factor `fading` can be left out
+        if running is None:  # only shares matter, so the common factor `fading` is left out
             return Remaining(_mixture(weights, fading).dot(finished)[:BINS])
         started = running.sum(axis=1).tolist()
         parts = _mixture([weight * fading + more for weight, more in zip(weights, started, strict=True)])
         return Remaining(redistributed(parts.dot(finished)[:BINS] * np.float32(fading), parts.dot(running)))
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON values."""
+        """The state as JSON values."""
         return {
             "evidence": self._evidence.snapshot(),
             "running": self._running.snapshot(),
@@ -144,7 +147,7 @@ class Hierarchy:
 
 
 def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]]:
-    """Contexts at the start and after each tool return, each with the tokens that remained."""
+    """Contexts at the start and after each tool return, with the remaining tokens at that point."""
     starts = trajectory.contexts()
     recent: tuple[ToolState, ...] = ()
     for returns, (number, state, remaining) in enumerate(remainders(trajectory)):
@@ -154,7 +157,7 @@ def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]
 
 
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:
-    """Share of the visits that are in each bin."""
+    """Share of the visits in each bin."""
     visits = len(bins)
     shares = dict.fromkeys(bins, 1 / visits)
     if len(shares) == visits:
@@ -166,11 +169,11 @@ def _shares(bins: Sequence[int]) -> Mapping[int, float]:
 
 
 def _mixture(weights: Sequence[float], fading: float = 1.0) -> Histogram:
-    """Weights in the estimate of one unit of evidence of each context, in the order of `contexts_of`.
+    """Weight of one unit of evidence of each context in the estimate, in the order of `contexts_of`.
 
-    A context of count n keeps the share n / (n + `SHRINKAGE`) of the weight that reaches it: 1 / (n + `SHRINKAGE`) for
-    each unit of its evidence. It leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two. A
-    count is an element of `weights` times `fading`.
+    A context of count n takes the share n / (n + `SHRINKAGE`) of the weight that reaches it, so each unit of its
+    evidence gets 1 / (n + `SHRINKAGE`). The remaining weight goes to the more general contexts, in equal parts if there
+    are two. A count is an element of `weights` times `fading`.
     """
     everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = weights
     of_prompt_two = 1 / (prompt_two * fading + SHRINKAGE)

@@ -1,4 +1,4 @@
-"""State of live trajectories, and base classes of the policies that keep it."""
+"""State of live trajectories, and base classes of the policies that keep such state."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from libra.route.policy import Fleet, Instance, Placement, Policy, TurnRequest, require_snapshot
 from libra.trajectory import Trajectory
 
-FORMAT = 2  # of snapshots
+FORMAT = 2  # format number of snapshots
 
 
 @dataclass(slots=True)
 class Live:
     """State of a trajectory between its turns."""
 
-    instance: str | None = None  # that served its latest turn; None: no instance could hold any of its turns yet
-    prefix_there: bool = False  # whether that instance has stayed since
+    instance: str | None = None  # instance that served the latest turn; None: no instance could hold a turn of it yet
+    prefix_there: bool = False  # whether this instance is still present
 
 
 L = TypeVar("L", bound=Live)
 
 
 class LivePolicy(Policy, Generic[L]):
-    """The common part of all policies: dropping state, and snapshots. By default a turn stays on bucket overrun, and
-    nothing is learned."""
+    """The common part of all policies: dropping state, and snapshots. By default, a turn stays at a bucket overrun, and
+    the policy learns nothing.
+    """
 
     NAME: ClassVar[str]
-    BUCKETS: ClassVar[bool] = True  # whether the rule uses the bucket of an instance
+    BUCKETS: ClassVar[bool] = True  # whether the rule uses the buckets of instances
 
     def __init__(self) -> None:
         self._live: dict[str, L] = {}
@@ -101,10 +102,10 @@ class LivePolicy(Policy, Generic[L]):
 
 class StickyPolicy(LivePolicy[L]):
     """A rule with optional prefix affinity: with `sticky`, a later turn goes to the instance with its prefix if
-    possible. A rule with more state than that of its trajectories saves and restores it in `_rule` and
-    `_resume_rule`."""
+    possible. A rule with state beyond that of its trajectories saves and restores it in `_rule` and `_resume_rule`.
+    """
 
-    REASON: ClassVar[str]  # of a placement that follows no prefix
+    REASON: ClassVar[str]  # reason of a placement that follows no prefix
 
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Total and least loads of a fleet's instances, by a scan of all or from an index that follows changes.
+"""Total and least loads of a fleet's instances, from a scan or from an index that follows changes.
 
 Invariant: an `IndexedFleet` always returns the same loads as a scan of its instances.
 """
@@ -13,18 +13,19 @@ from typing import Generic, Protocol, TypeVar
 
 from libra.route.policy import Fleet, Instance
 
-Kind = tuple[int, int, bool]  # bucket, class of pace, and whether it is lent
+Kind = tuple[int, int, bool]  # bucket, class of pace, and whether the instance is lent
 
-_STALE = 4  # mean entries per instance above which a heap is rebuilt
+_STALE = 4  # average number of heap entries per instance above which a heap is rebuilt
 
 
 @dataclass(slots=True)
 class Loads:
     """Loads of the instances that hold some number of tokens."""
 
-    instances: int = 0  # their number
-    tokens: int = 0  # of work, of all together
-    least: dict[Kind, tuple[int, Instance]] = field(default_factory=dict)  # least loaded of each kind; ties by id
+    instances: int = 0  # number of these instances
+    tokens: int = 0  # tokens of work of all these instances
+    # Least loaded instance of each kind; ties by id.
+    least: dict[Kind, tuple[int, Instance]] = field(default_factory=dict)
 
     def offer(self, kind: Kind, load: int, instance: Instance) -> None:
         """Keep the instance if it is the least loaded of its kind so far."""
@@ -33,7 +34,7 @@ class Loads:
             self.least[kind] = load, instance
 
     def least_in(self, bucket: int) -> tuple[int, Instance] | None:
-        """The least loaded instance of a bucket that is not lent; ties by id."""
+        """The least loaded instance of a bucket, without lent instances; ties by id."""
         least: tuple[int, Instance] | None = None
         for (its_bucket, _, lent), found in self.least.items():
             if its_bucket != bucket or lent:
@@ -70,8 +71,9 @@ class WatchedInstance(Instance, Protocol):
     """An `Instance` that may report changes of its load."""
 
     def watch(self, changed: Callable[[], object]) -> bool:
-        """Call `changed` on every change of the load from now on, instead of an earlier callback. False: the instance
-        cannot report changes, or its `recall_rate` may be above 0; it has to be read each time."""
+        """Call `changed` on every change of the load from now on, instead of an earlier callback. False: the caller
+        must read the instance each time, since it cannot report changes, or its `recall_rate` may be above 0.
+        """
 
 
 W = TypeVar("W", bound=WatchedInstance)
@@ -80,8 +82,8 @@ W = TypeVar("W", bound=WatchedInstance)
 class IndexedFleet(Generic[W]):
     """A `Fleet` that finds the least loaded instances without reading all of them.
 
-    Capacities, buckets and classes of its instances must not change; if they do, make a new fleet. The index is built
-    at the first call of `loads` or `instance`.
+    Capacities, buckets and classes of its instances must not change; after a change, make a new fleet. The first call
+    of `loads` or `instance` builds the index.
     """
 
     __slots__ = ("_by_id", "_changed", "_groups", "_unwatched", "instances", "limits", "turn_tokens")
@@ -92,7 +94,7 @@ class IndexedFleet(Generic[W]):
         self.turn_tokens = turn_tokens
         self._by_id: dict[str, W] = {}
         self._groups: dict[tuple[int, int, int], _Group] = {}  # watched instances by bucket, class and capacity
-        self._unwatched: list[W] = []  # read each time: there are few
+        self._unwatched: list[W] = []  # instances read each time; there are few
         self._changed: set[str] = set()  # ids of instances whose loads have changed since the last `loads`
 
     def instance(self, id: str) -> W | None:
@@ -133,7 +135,7 @@ def _group_of(instance: Instance) -> tuple[int, int, int]:
 
 
 class _Group:
-    """Instances of one bucket, class and capacity: their loads in a heap that may contain stale entries."""
+    """Instances of one bucket, class and capacity, with their loads in a heap that may contain stale entries."""
 
     __slots__ = ("_heap", "_loads", "tokens")
 

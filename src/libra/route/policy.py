@@ -1,7 +1,7 @@
 """The protocol of routing policies: their inputs and answers.
 
 Invariant: a call carries the whole present state (the request and the healthy instances); an answer names one instance
-and the reason for it. A policy learns of the past only through these same calls, in their order. Lengths and loads are
+and the reason for it. A policy learns about the past only from these calls, in their order. Lengths and loads are
 tokens.
 """
 
@@ -28,11 +28,11 @@ class Instance(Protocol):
 
     @property
     def pace_class(self) -> int:
-        """Instances of one bucket and one class are about equally fast at equal loads."""
+        """Class of speed: instances of one bucket and one class are about equally fast at equal loads."""
 
     @property
     def capacity_tokens(self) -> int:
-        """Longest context it serves."""
+        """Longest context that the instance serves."""
 
     @property
     def load_tokens(self) -> int:
@@ -41,28 +41,30 @@ class Instance(Protocol):
     @property
     def token_seconds(self) -> float | None:
         """Seconds to generate one token of one more sequence, in addition to all accepted work; sequences that do not
-        fit together alternate. None: not known. For a lent instance, at the granted share of time."""
+        fit together alternate. For a lent instance, at its granted share of time. None: unknown.
+        """
 
     @property
     def recall_rate(self) -> float:
-        """Expected recalls per second by its lender, which move its turns to other instances; 0: not lent."""
+        """Expected recalls per second by the lender; a recall moves the turns to other instances. 0: not lent."""
 
     @property
     def prompt_wait_seconds(self) -> float:
-        """Seconds until another engine has computed a turn's prompt and this one can generate; 0 if this engine
-        computes prompts itself, as its load includes them."""
+        """Seconds until another engine has computed a turn's prompt and this instance can generate. 0 if this instance
+        computes prompts itself, since its load includes them.
+        """
 
 
 class Fleet(Protocol):
-    """The instances a request may go to. An unhealthy or stopping instance is left out, not marked.
+    """The instances that a request may go to, without unhealthy or stopping instances.
 
-    A policy reads it during one call and keeps no reference to it. So a fleet may be a live object whose instances
-    change between calls, or, if the instances change concurrently and copying is cheap, a `View` of one moment.
+    A policy reads the fleet during one call and keeps no reference. So a fleet may be a live object whose instances
+    change between calls. If instances change concurrently and copying is cheap, it may be a `View` of one moment.
     """
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """Instances in any order, which stays the same as long as the set does."""
+        """Instances in any order; the order changes only with the set."""
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -70,7 +72,7 @@ class Fleet(Protocol):
 
     @property
     def turn_tokens(self) -> int:
-        """Room that one turn needs beyond its context."""
+        """Tokens that one turn needs beyond its context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ class View:
         for instance in self.instances:
             if instance.bucket >= len(self.limits):
                 raise ValueError(
-                    f"instance {instance.id!r} is in bucket {instance.bucket}, but limits name {len(self.limits)}:"
-                    " add the bucket's limit, or move the instance"
+                    f"instance {instance.id!r} is in bucket {instance.bucket}, but there are {len(self.limits)} "
+                    f"limits: add the bucket's limit, or move the instance"
                 )
             if instance.id in seen:
                 raise ValueError(f"instance {instance.id!r} is listed twice: ids must be unique")
@@ -135,9 +137,9 @@ class TurnRequest:
     prompt_id: str
     prompt_tokens: int
     context_tokens: int  # context at the start of the turn, the latest tool return included
-    task: str = ""  # kind of prompt; "": not known
-    # Time on the caller's clock, in seconds, by which its group must be complete so that training need not wait; None:
-    # not known.
+    task: str = ""  # kind of prompt; "": unknown
+    # Time on the caller's clock, in seconds, at which the group must be complete to keep training from waiting; None:
+    # unknown.
     due: float | None = None
 
     def __post_init__(self) -> None:
@@ -164,10 +166,10 @@ class Placement:
 
     instance: str
     bucket: int  # the bucket of that instance
-    migrated: bool  # whether the previous turn, or this one so far, ran on another instance
+    migrated: bool  # whether the previous turn, or the start of this turn, ran on another instance
     reason: str
-    priority: int = 0  # lower is served first, by engines that serve by priority
-    ask_again: int | None = None  # tokens generated in this turn at which to call `bucket_overrun`
+    priority: int = 0  # engines that serve by priority serve lower values first
+    ask_again: int | None = None  # generated tokens of this turn at which to call `bucket_overrun`
 
     def __post_init__(self) -> None:
         if self.ask_again is not None and self.ask_again < 1:
@@ -175,24 +177,26 @@ class Placement:
 
 
 class Policy(Protocol):
-    """Chooses the instance of each turn. One caller at a time; equal calls in equal order give equal answers."""
+    """Chooses the instance of each turn. For one caller at a time. Equal calls in equal order give equal answers."""
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
-        """Place a turn that no tool return precedes: the first one, or one that must be placed again.
+        """Place a turn that follows no tool return: the first turn, or a turn that must be placed again.
 
-        None: no healthy instance can hold it now. The caller waits and calls `place` again, also when `tool_returned`
-        answered None, since each tool return is passed only once.
+        None: no healthy instance can hold the turn now; the caller waits and calls `place` again. This also holds after
+        None from `tool_returned`, since the caller passes each tool return only once.
         """
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        """Place the turn that follows a tool return. None as in `place`. Raises ValueError if the trajectory was never
-        placed."""
+        """Place the turn that follows a tool return. None has the same meaning as in `place`. Raises ValueError if the
+        trajectory was never placed.
+        """
 
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         """Place again an unfinished turn that has generated the `ask_again` tokens of its placement. `request` is the
-        placed one. None: the turn stays, and this is not called again. A placement on its own instance: the turn stays,
-        and this is called again at `ask_again` tokens from the turn's start. A placement on another instance: the turn
-        is stopped, and continues there after its generated tokens."""
+        placed request. None: the turn stays, and this is not called again. A placement on the same instance: the turn
+        stays, and this is called again at `ask_again` generated tokens. A placement on another instance: the turn is
+        stopped, and continues there after its generated tokens.
+        """
 
     def finished(self, trajectory: Trajectory) -> None:
         """Learn from a finished trajectory, routed here or read from a log, and drop its routing state."""
@@ -201,14 +205,14 @@ class Policy(Protocol):
         """Drop the state of an abandoned trajectory without learning from it; no error if it was never placed."""
 
     def instance_gone(self, instance: str) -> None:
-        """The instance stopped and its prefixes are lost, even if one of the same name returns."""
+        """Note that an instance has stopped. Its prefixes are lost, even if an instance of the same name returns."""
 
     def snapshot(self) -> dict[str, Any]:
-        """All state as JSON values, with a format number; shares nothing with the policy."""
+        """All state as JSON values, with a format number; a copy that shares no object with the policy."""
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> Self:
-        """The policy of `snapshot`. Raises ValueError if the snapshot is of another policy or format."""
+        """The policy from `snapshot`. Raises ValueError for a snapshot of another policy or format."""
 
 
 def require_snapshot(snapshot: Mapping[str, Any], policy: str, format: int) -> None:

@@ -1,9 +1,9 @@
 """C-MLFQ as published: a multi-level feedback queue driven by tool returns.
 
-Invariant: a trajectory changes bucket by estimate only if the mean and the P90 of its remaining tokens fit the same
-other bucket, and no turn is ever placed on an instance that cannot hold it. The estimates are those of a prefix tree
-over tool-return states. A node has exactly one remainder for each trajectory added through it since its creation: the
-tokens generated and returned from the node to the end, excluding the return that leads to it. The tree never holds more
+Invariant: an estimate moves a trajectory to another bucket only if both the mean and the P90 of its remaining tokens
+fit this bucket. No turn is placed on an instance that cannot hold it. Estimates come from a prefix tree over
+tool-return states. A node has exactly one remainder for each trajectory added through it since its creation: the tokens
+generated and returned from the node to the end, without the return that leads to the node. The tree never holds more
 than `max_nodes` nodes below its root.
 """
 
@@ -18,11 +18,13 @@ from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.route.tool_state import ToolState, payload_class, remainders
 from libra.trajectory import Trajectory
 
-# Remainders a node keeps for its P90. A ring is exact for every node with up to this many samples, and the quantile of
-# a busier one follows recent policy versions; fixed histogram bins would blur the first and never forget in the second.
+# Remainders that a node keeps for its P90, as a ring. The P90 is exact for a node with no more samples, and follows
+# recent policy versions in a busier node. Fixed histogram bins would be inexact for the first, and would never forget
+# for the second.
 RECENT = 64
 
-# Measured: 0.5 KB for a node with one sample, 3 KB with a full ring; so 32 MB as a rule and 200 MB at worst.
+# Measured: a node takes 0.5 KB with one sample and 3 KB with a full ring. The tree thus takes 32 MB in general, and 200
+# MB at most.
 MAX_NODES = 65_536
 
 
@@ -32,12 +34,12 @@ class Estimate:
 
     count: int
     mean: float
-    p90: int  # nearest rank: the smallest kept sample that at least 90 % of the kept samples do not exceed
+    p90: int  # nearest rank: the smallest kept sample that 90 % of the kept samples or more do not exceed
 
 
 @dataclass(slots=True)
 class Node:
-    """Evidence at one prefix, and the prefixes one return longer."""
+    """Evidence at one prefix, with child nodes for prefixes that are one return longer."""
 
     count: int = 0
     total: int = 0
@@ -53,7 +55,7 @@ class Node:
         self.total += remaining
 
     def estimate(self) -> Estimate:
-        """The estimate of the node's samples. Raises ValueError if there are none."""
+        """The estimate from the node's samples. Raises ValueError without samples."""
         if not self.count:
             raise ValueError("node has no samples: add one before asking for an estimate")
         rank = (9 * len(self.recent) + 9) // 10
@@ -63,8 +65,8 @@ class Node:
 class CausalTree:
     """Remaining-token evidence by prompt and ordered tool-return states.
 
-    Prompts are kept in order of their latest update. When the tree is full, whole prompts are evicted, oldest first; a
-    prompt that fills the tree alone gets no more nodes, and its existing nodes continue to count.
+    Prompts are kept in order of their latest update. A full tree evicts whole prompts, oldest first. A prompt that
+    fills the tree alone gets no more nodes, but its existing nodes still count samples.
     """
 
     def __init__(self, max_nodes: int = MAX_NODES) -> None:
@@ -102,8 +104,9 @@ class CausalTree:
             node.add(remaining)
 
     def estimate(self, prompt_id: str, states: list[ToolState]) -> Estimate | None:
-        """The estimate at the longest known prefix of `states`; over all prompts if this one is unseen; None before any
-        trajectory."""
+        """The estimate at the longest known prefix of `states`, over all prompts if this prompt is unknown; None before
+        any trajectory.
+        """
         node = self._prompts.get(prompt_id)
         if node is None:
             return self._everyone.estimate() if self._everyone.count else None
@@ -115,11 +118,13 @@ class CausalTree:
         return node.estimate()
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON values. Nodes are listed flat, parents first, because a path may be deeper than JSON nests."""
+        """The state as JSON values. Nodes form a flat list, parents first, because a path may be deeper than JSON can
+        nest.
+        """
         listed: list[tuple[int | None, str | ToolState, Node]] = [
             (None, prompt_id, node) for prompt_id, node in self._prompts.items()
         ]
-        for index, (_, _, node) in enumerate(listed):  # grows while it is read: breadth first
+        for index, (_, _, node) in enumerate(listed):  # the list grows during the loop: breadth first
             listed.extend((index, state, child) for state, child in node.children.items())
         return {
             "max_nodes": self._max_nodes,
@@ -145,7 +150,7 @@ class CausalTree:
         return tree
 
     def _touch(self, prompt_id: str) -> Node:
-        """The prompt's node, created if missing, now the most recently updated."""
+        """The prompt's node, created if missing; it becomes the most recently updated."""
         node = self._prompts.pop(prompt_id, None)
         if node is None:
             self._make_room(prompt_id)
@@ -155,7 +160,7 @@ class CausalTree:
         return node
 
     def _make_room(self, prompt_id: str) -> bool:
-        """Evict the oldest prompts other than this one until one more node fits; False if no other is left."""
+        """Evict the oldest prompts except this one, until one more node fits; False if no other prompt remains."""
         while self._size >= self._max_nodes:
             oldest = next(iter(self._prompts))
             if oldest == prompt_id:
@@ -166,7 +171,7 @@ class CausalTree:
 
 def _count(node: Node) -> int:
     nodes = [node]
-    for each in nodes:  # grows while it is read; recursion would fail on long trajectories
+    for each in nodes:  # the list grows during the loop; recursion would fail on long trajectories
         nodes.extend(each.children.values())
     return len(nodes)
 
@@ -181,7 +186,7 @@ def _node(count: int, total: int, recent: list[int]) -> Node:
 
 @dataclass(slots=True)
 class _Live(Live):
-    bucket: int = 0  # where it was last placed, or is to be placed when something can hold it
+    bucket: int = 0  # bucket of the last placement, or of the next one if no instance can hold the turn now
     states: list[ToolState] = field(default_factory=list)
 
 
@@ -191,14 +196,14 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
     in the causal tree, and it migrates when the mean and the P90 of the remaining tokens fit the same other bucket.
 
-    The rule buckets only the remainder, while the limits of a fleet are final contexts. So a bucket's limit on the
-    remainder is its limit minus the mean prompt of the finished trajectories: at the start of a trajectory the final
-    context is the prompt plus the remainder, so both limits give the same bucket for an average prompt. The last bucket
-    also takes longer ones.
+    The rule assigns buckets by the remainder, while the limits of a fleet are final contexts. So a bucket's limit on
+    the remainder is its limit minus the mean prompt of the finished trajectories. At the start of a trajectory, the
+    final context is the prompt plus the remainder, so both limits give the same bucket for an average prompt. The last
+    bucket also takes longer trajectories.
 
     An instance is eligible if it holds the context and one more turn. If the bucket has no eligible instance, the next
-    larger bucket that has one serves the turn, else the next smaller one. In the bucket the turn goes to the instance
-    that holds its prefix, else to the least loaded, ties by id.
+    larger bucket with an eligible instance serves the turn, else the next smaller one. Within a bucket, the turn goes
+    to the instance that holds its prefix, else to the least loaded, ties by id.
     """
 
     NAME = "cmlfq-published"
@@ -206,7 +211,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     def __init__(self, max_nodes: int = MAX_NODES) -> None:
         super().__init__()
         self._tree = CausalTree(max_nodes)
-        self._prompt_tokens = 0  # of all finished trajectories
+        self._prompt_tokens = 0  # mean prompt of all finished trajectories
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         live = self._live.setdefault(request.trajectory_id, _Live())
@@ -217,7 +222,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         live = self._placed(request)
         live.states.append(ToolState(returned.tool, payload_class(returned.returned_tokens), returned.status))
-        # A new plan may have fewer buckets; the longest one takes over what the missing ones served.
+        # A new plan may have fewer buckets; the longest bucket then takes the trajectories of the missing ones.
         live.bucket = min(live.bucket, len(fleet.limits) - 1)
         bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
         return self._serve(live, request, fleet, bucket, reason)
@@ -241,7 +246,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         return _Live(instance, prefix_there, bucket, [ToolState(*state) for state in states])
 
     def _wanted(self, live: _Live, prompt_id: str, limits: tuple[int, ...]) -> tuple[int, str]:
-        """The bucket that mean and P90 agree on, or otherwise the trajectory's own bucket, with the reason."""
+        """The bucket that fits both mean and P90, else the trajectory's own bucket; with the reason."""
         estimate = self._tree.estimate(prompt_id, live.states)
         if estimate is None:
             return live.bucket, "no evidence"
@@ -255,7 +260,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         )
 
     def _serve(self, live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
-        """Place the turn in the wanted bucket or the nearest that can hold it, and record the bucket."""
+        """Place the turn in the wanted bucket or the nearest bucket that can hold it, and record the bucket."""
         needed = request.context_tokens + fleet.turn_tokens
         chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)
         if chosen is None:
@@ -264,7 +269,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         if chosen.bucket != wanted:
             outgrown = any(instance.bucket == wanted for instance in fleet.instances)
             cause = (
-                f"context {request.context_tokens} outgrew bucket {wanted}"
+                f"context {request.context_tokens} exceeds bucket {wanted}"
                 if outgrown
                 else f"bucket {wanted} has no instance"
             )

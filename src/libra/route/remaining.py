@@ -1,7 +1,7 @@
 """Remaining tokens of a trajectory, as a distribution over bins that widen with the length.
 
-Invariant: mean, quantiles and probabilities of a distribution follow from one set of shares of the still possible
-lengths, each spread evenly over its bin.
+Invariant: mean, quantiles and probabilities follow from one set of shares of the still possible lengths; each share is
+spread evenly over its bin.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-Histogram = NDArray[np.float32]  # weights by bin; single precision, because there are many of them
+Histogram = NDArray[np.float32]  # weights by bin; single precision, because there are many arrays
 
-# Edges at 16 * (2 ** (i / 4) - 1) tokens: bins of 3 tokens at first, of a fifth of the length from a few hundred tokens
-# on. The last edge is at 16.8 million tokens.
+# Edges at 16 * (2 ** (i / 4) - 1) tokens. The first bins have 3 tokens; from a few hundred tokens on, a bin is about a
+# fifth of the length wide. The last edge is at 16.8 million tokens.
 BINS = 80
 BINS_PER_OCTAVE = 4
 EDGES: tuple[float, ...] = tuple(16.0 * (2 ** (edge / BINS_PER_OCTAVE) - 1) for edge in range(BINS + 1))
 
 _INNER_EDGES = EDGES[1:-1]
 
-_SERIES = 1e-3  # below this, the first two terms of a power series are as exact as a float
-_NEGLIGIBLE = 1e-5  # a share this small is no evidence of the lengths beyond: single-precision sums are off by 1e-6
+_SERIES = 1e-3  # below this value, two terms of the power series are exact in a float
+_NEGLIGIBLE = 1e-5  # a smaller share is no evidence for longer lengths, since single-precision sums are off by 1e-6
 
 
 def bin_of(tokens: int) -> int:
-    """The bin of a number of tokens, 0 or more; numbers beyond the last edge are in the last bin."""
+    """The bin of a number of tokens, 0 or more; a number beyond the last edge is in the last bin."""
     return bisect_right(_INNER_EDGES, tokens)
 
 
 def _at_edges() -> Histogram:
-    """Two linear maps from weights by bin to values at each edge: the weight that reaches it, and the weighted tokens
-    before it."""
+    """Two linear maps from weights by bin to values at each edge: the weight that reaches the edge, and the weighted
+    tokens before it.
+    """
     reach = np.tri(BINS, BINS + 1)
     before = np.zeros((BINS, BINS + 1))
     before[:, 1:] = ((reach[:, :-1] + reach[:, 1:]) / 2 * np.diff(EDGES)).cumsum(axis=1)
@@ -42,35 +43,37 @@ def _at_edges() -> Histogram:
 
 
 _AT_EDGES = _at_edges()
-_BEFORE = BINS + 1  # where the second map begins
+_BEFORE = BINS + 1  # index at which the second map begins
 
 
 class Remaining:
-    """Tokens that a trajectory generates and gets from tools from a given moment to its end; immutable. `weights` are
-    by bin, each 0 or more, with any sum above 0."""
+    """Tokens that a trajectory generates and receives from tools between a given moment and its end; immutable.
+    `weights` are by bin, each 0 or more, with any sum above 0.
+    """
 
     __slots__ = ("_at", "_past", "_past_before", "_past_reach", "_weights", "mean")
 
     def __init__(self, weights: Histogram) -> None:
         self._weights = weights
-        self._at = weights.dot(_AT_EDGES)  # not `@`, whose overhead exceeds the multiplication
+        self._at = weights.dot(_AT_EDGES)  # not `@`, whose overhead exceeds the cost of the multiplication
         self._past = 0.0  # tokens already outlived
         self._past_before = 0.0
         self._past_reach = self._at.item(0)
         if not self._past_reach > 0:
-            raise ValueError(f"the weights sum to {self._past_reach}: a distribution needs one above 0")
+            raise ValueError(f"the weights sum to {self._past_reach}: a distribution needs a sum above 0")
         self.mean: float = self._at.item(_BEFORE + BINS) / self._past_reach  # tokens
 
     @classmethod
     def about(cls, tokens: float) -> Self:
-        """The distribution with all weight in the bin of this number of tokens."""
+        """The distribution with all weight in the bin of `tokens`."""
         weights = np.zeros(BINS, np.float32)
         weights[bin_of(int(tokens))] = 1.0
         return cls(weights)
 
     def after(self, tokens: float) -> Remaining:
-        """The remaining tokens after `tokens` more, given that more are needed. Without evidence beyond that, they are
-        assumed to be about as many as those before."""
+        """The remaining tokens after `tokens` more, given that the trajectory then continues. Without evidence of
+        longer lengths, it is assumed to need about as many tokens again.
+        """
         past = self._past + tokens
         before, reach = self._raw(past)
         if reach <= _NEGLIGIBLE * self._at.item(0):
@@ -85,17 +88,18 @@ class Remaining:
         return self.cut(tokens)[1]
 
     def cut(self, tokens: float) -> tuple[float, float]:
-        """Mean of the remaining tokens capped at `tokens`, and the probability that more than `tokens` remain."""
+        """Mean of the remaining tokens, capped at `tokens`, and the probability that more remain."""
         if tokens <= 0:
             return 0.0, 1.0
         before, reach = self._raw(self._past + tokens)
         return (before - self._past_before) / self._past_reach, reach / self._past_reach
 
     def interrupted(self, rate: float, tokens: float = math.inf) -> tuple[float, float]:
-        """Probability that an interruption comes before the end and within `tokens`, and the mean tokens before it; 0
-        if it cannot come. Interruptions are a Poisson process with `rate` (above 0) per token.
+        """Probability of an interruption before the end and within `tokens`, and the mean tokens before it; 0 if there
+        can be none.
 
-        The integrals of rate * exp(-rate * x) * P(more than x remain), and of x times that, bin by bin.
+        Interruptions are a Poisson process with `rate` (above 0) per token. Computed bin by bin as the integrals of
+        rate * exp(-rate * x) * P(more than x remain), and of x times this integrand.
         """
         start, stop = self._past, min(self._past + tokens, EDGES[-1])
         if stop <= start:
@@ -105,7 +109,7 @@ class Remaining:
         reach = np.interp(points, edges, self._at[:_BEFORE]) / self._past_reach
         x, wide, first = points[:-1] - start, np.diff(points), reach[:-1]
         slope, by = np.diff(reach) / wide, rate * wide
-        # Moments of rate * exp(-rate * u) for u up to `wide`; small ones would be the difference of large terms.
+        # Moments of rate * exp(-rate * u) for u up to `wide`. A small moment would be a difference of large terms.
         stays = np.exp(-by)
         one = np.where(by < _SERIES, by * wide * (1 / 2 - by / 3), -np.expm1(-by) / rate - wide * stays)
         two = np.where(by < _SERIES, by * wide**2 * (1 / 3 - by / 4), 2 / rate * one - wide**2 * stays)
@@ -116,20 +120,21 @@ class Remaining:
         return probability, passed / probability if probability > 0 else 0.0
 
     def quantile(self, q: float) -> float:
-        """The tokens that a share `q` of 0 to 1 does not exceed."""
+        """Quantile `q` (0 to 1) of the tokens."""
         if not 0 <= q <= 1:
             raise ValueError(f"q is {q}; a share lies between 0 and 1")
         wanted = (1 - q) * self._past_reach
         reach = self._at[:_BEFORE]
-        # The bin of the last edge that the weight `wanted` reaches.
+        # Bin of the last edge that the weight `wanted` reaches.
         bin_ = max(0, min(BINS, int(np.searchsorted(-reach, -wanted, side="right"))) - 1)
         low, high = reach.item(bin_), reach.item(min(BINS, bin_ + 1))
         part = (low - wanted) / (low - high) if low > high else 0.0
         return max(0.0, EDGES[bin_] + part * (EDGES[min(BINS, bin_ + 1)] - EDGES[bin_]) - self._past)
 
     def _raw(self, tokens: float) -> tuple[float, float]:
-        """The weighted tokens before the length `tokens`, and the weight that reaches it; `tokens` counts from the
-        start of the distribution."""
+        """The weighted tokens before the length `tokens`, and the weight that reaches this length, counted from the
+        start of the distribution.
+        """
         item = self._at.item
         bin_ = bisect_right(EDGES, tokens) - 1
         if bin_ >= BINS:
@@ -141,18 +146,18 @@ class Remaining:
 
 
 def redistributed(finished: Histogram, running: Histogram) -> Histogram:
-    """Shares by bin of the lengths of all trajectories, from the final bins of `finished` ones and the present bins of
-    `running` ones.
+    """Shares by bin of the lengths of all trajectories, from the final bins of `finished` and the present bins of
+    `running` trajectories.
 
-    The product-limit estimator (Kaplan and Meier 1958). A running trajectory counts as at risk below its bin; within
-    its bin it may end any time. The share of lengths beyond all finished ones is put an octave beyond the longest
-    trajectory, that is at about twice its length. The weights must not all be 0.
+    This is the product-limit estimator (Kaplan and Meier 1958). A running trajectory is at risk in all bins below its
+    own; within its own bin it may end at any time. The share of lengths beyond all finished trajectories is put one
+    octave beyond the longest trajectory, at about twice its length. At least one weight must be above 0.
     """
     at_risk = finished.copy()
     at_risk[:-1] += running[1:]
     at_risk = at_risk[::-1].cumsum()[::-1]
     hazard = np.divide(finished, at_risk, out=np.zeros_like(finished), where=at_risk > 0)
-    np.minimum(hazard, 1, out=hazard)  # sums in single precision may be too small
+    np.minimum(hazard, 1, out=hazard)  # single-precision sums may be too small
     survive = (1 - hazard).cumprod()
     shares: Histogram = hazard.copy()
     shares[1:] *= survive[:-1]

@@ -1,7 +1,7 @@
-"""Expected cost of serving the rest of a trajectory on an instance.
+"""Expected cost of serving a trajectory's remaining tokens on an instance.
 
-Invariant: a cost depends on the instance, the longer ones that could take over, and the remaining tokens, not on the
-trajectory's present instance. Only the price of moving its context does. So with unchanged evidence and loads, a
+Invariant: a cost depends on the instance, the longer instances that could take over, and the remaining tokens. Only the
+price of moving the context depends on the trajectory's present instance. So with unchanged evidence and loads, a
 worthwhile move is never worth reversing.
 """
 
@@ -15,10 +15,10 @@ from libra.route.loads import instance_of, loads_of
 from libra.route.policy import Fleet, Instance
 from libra.route.remaining import Remaining
 
-# A turn is stopped to continue elsewhere while its instance has room for one more token: a full context would be cut.
+# A turn must move while its instance still has room for one more token, since a full context would be cut.
 _ROOM = 2
 
-# Seconds per generated token assumed for every instance that reports none. The order of a 14 B model on one A100, which
+# Assumed seconds per generated token of an instance without a report: the order of a 14 B model on one A100, which
 # reads 28 GB of weights at 2 TB/s in 14 ms.
 TOKEN_SECONDS = 0.02
 
@@ -27,7 +27,7 @@ TOKEN_SECONDS = 0.02
 class MigrationCost:
     """Seconds to move a context of n tokens to another instance: `fixed_seconds + seconds_per_token * n`.
 
-    The default is the upper bound in the C-MLFQ paper for a move to another node: 40K tokens in less than 733 ms.
+    The default is the C-MLFQ paper's upper bound for a move to another node: 40K tokens in less than 733 ms.
     """
 
     fixed_seconds: float = 0.0
@@ -39,13 +39,15 @@ class MigrationCost:
                 raise ValueError(f"{name} is {seconds}; give seconds, 0 or more and finite")
 
     def __deepcopy__(self, _memo: object) -> MigrationCost:
-        """Itself, as it is immutable. The default would set attributes of a copy, which the compiled class does not
-        allow."""
+        """Itself, since it is immutable. The default would set attributes of a copy, which the compiled class does not
+        allow.
+        """
         return self
 
     def seconds(self, context_tokens: float, load_tokens: float) -> float:
-        """Seconds that a move costs the trajectory and those that it delays: an instance with a load of m tokens serves
-        m / n others of its size, and each of them waits equally long."""
+        """Seconds that a move of n tokens costs, including delays of other trajectories: an instance with a load of m
+        tokens serves m / n others of this size, and each of them waits equally long.
+        """
         if context_tokens <= 0:
             return self.fixed_seconds
         others = load_tokens / context_tokens
@@ -54,29 +56,29 @@ class MigrationCost:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """The terms of serving a turn on an instance. Not frozen, as freezing would cost more than the decision."""
+    """The terms of serving a turn on an instance. Not frozen, since freezing would take longer than the decision."""
 
     instance: Instance
     load_tokens: int
     told_seconds: float  # per generated token, as the instance reports; `TOKEN_SECONDS` if it reports none
-    token_seconds: float  # the same, with congestion and a token's share of the wait for the turn's prompt
-    reach: float  # largest context that it may hold; infinite where there is no longer bucket
-    onward: Offer | None  # the fastest of a longer bucket, which would take over beyond `reach`
+    token_seconds: float  # `seconds` with congestion, and with the token's share of the wait for the turn's prompt
+    reach: float  # largest context that it may hold; infinite in the longest bucket
+    onward: Offer | None  # the fastest offer of a longer bucket, which would take over beyond `reach`
 
 
 def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: float) -> tuple[list[Offer], Offer | None]:
-    """Offers of the least loaded instance of each class of each bucket that holds `needed` tokens, and of the least
-    loaded lent one; ties by id, longest bucket first. Also the offer of the instance `prefix_at`, if it is present and
-    holds them. O(instances), unless the fleet is indexed (`loads_of`).
+    """Offers of the least loaded instances that hold `needed` tokens, longest bucket first.
 
-    An instance reports its seconds for all accepted work. Without a report it is assumed to need `TOKEN_SECONDS` at the
-    mean load of all that hold `needed` tokens, half of that when idle, and half more for each further mean load. A
-    turn's wait for its prompt is divided among its tokens, `turn_tokens` on average (0: not known, and such waits are
-    not counted).
+    There is an offer for each class of each bucket, one for lent instances, and one for the instance `prefix_at` if it
+    is present and holds the tokens; ties by id. O(instances), unless the fleet is indexed (`loads_of`).
 
-    The limit of a bucket is not enforced: an instance serves all that its memory holds. A turn that has outgrown the
-    bucket leaves it only if another instance is expected to serve it sooner. If every such turn had to leave,
-    unforeseen work would gather in the last bucket while the others idle.
+    An instance reports its seconds for all accepted work. Without a report, it is assumed to need `TOKEN_SECONDS` at
+    the mean load of these instances, half of that when idle, and half more for each further mean load. A turn's wait
+    for its prompt is divided among its tokens, `turn_tokens` on average (0: unknown, and such waits do not count).
+
+    The limit of a bucket is not enforced: an instance serves any context that its memory holds. A turn that exceeds the
+    limit leaves the bucket only if another instance is expected to serve it sooner. If every such turn had to leave,
+    unforeseen work would gather in the last bucket while others are idle.
     """
     loads = loads_of(fleet, needed)
     if not loads.instances:
@@ -122,10 +124,12 @@ def _offer(instance: Instance, load: int, per_load: float, onward: Offer | None,
 def service_cost(
     remaining: Remaining, context_tokens: int, offer: Offer, migration: MigrationCost, share: float = 1.0
 ) -> float:
-    """Expected seconds. Tokens that fit are served on this instance, the others on a longer one, for which the context
-    has to move. The context of a lent instance also has to move if a recall comes before the last token that fits. Only
-    `share` of the service, and of the time for a recall, counts, as offers are reliable only that far ahead; the move
-    counts in full."""
+    """Expected seconds of serving the remaining tokens.
+
+    This instance serves the tokens that fit; a longer instance serves the others, after a move of the context. A recall
+    of a lent instance before the last token that fits also moves the context. Only `share` of the service, and of the
+    time for a recall, counts, since offers are reliable only that far ahead; a move counts in full.
+    """
     onward, recalls = offer.onward, offer.instance.recall_rate
     if onward is None:
         cost = share * remaining.mean * offer.token_seconds
@@ -149,10 +153,10 @@ def cheapest(
     migration: MigrationCost,
     turn_tokens: float,
 ) -> Offer:
-    """The cheapest of one offer or more; ties go to `home`, which has the prefix, then by load and id.
+    """The cheapest of one or more offers; ties go to `home`, which has the prefix, then by load and id.
 
-    A first placement weighs the offers over all remaining tokens. A move is weighed over one turn of `turn_tokens`, the
-    trajectory's own, because loads change and the move remains possible at the next return.
+    A first placement compares the offers over all remaining tokens. A move is compared over one turn of `turn_tokens`
+    tokens, the trajectory's own mean, because loads change and the next tool return allows another move.
     """
     mean, share = remaining.mean, 1.0
     chosen = offers[0]
@@ -167,7 +171,7 @@ def cheapest(
         if offer.onward is not None and offer.onward.token_seconds < fastest:
             fastest = offer.onward.token_seconds
         if least is not None and share * fastest * mean + move > least[0]:
-            continue  # this lower bound of its cost is enough to reject it most of the time
+            continue  # this lower bound of the cost rejects most offers
         cost = move + service_cost(remaining, context_tokens, offer, migration, share)
         if least is None or (cost, offer.load_tokens, offer.instance.id) < least:
             chosen, least = offer, (cost, offer.load_tokens, offer.instance.id)

@@ -16,7 +16,7 @@ MEDIUM_PAYLOAD = 5_000
 
 
 class ToolState(NamedTuple):
-    """The state of one tool return. A tuple, because every lookup hashes one for each return so far."""
+    """The state of one tool return. A tuple, because every lookup hashes the states of all returns so far."""
 
     tool: str
     payload: PayloadClass
@@ -31,14 +31,14 @@ def payload_class(returned_tokens: int) -> PayloadClass:
 
 @lru_cache(maxsize=4096)
 def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
-    """The state of a tool return: one object for all equal states, since they are stored and compared often."""
+    """The state of a tool return. Equal states are one object, since they are stored and compared often."""
     return ToolState(tool, payload, status)
 
 
 def remainders(trajectory: Trajectory) -> Iterator[tuple[int, ToolState | None, int]]:
-    """The tokens generated and returned from the start on, and from each tool return on: (number of the turn that
-    begins there, state of the return, tokens). Raises ValueError for an unfinished trajectory, where they are
-    unknown."""
+    """Remaining tokens, generated and returned, at the start and after each tool return: (number of the next turn,
+    state of the return, tokens). Raises ValueError for an unfinished trajectory, whose remaining tokens are unknown.
+    """
     require_finished(trajectory)
     remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
     yield 0, None, remaining

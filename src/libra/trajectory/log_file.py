@@ -18,7 +18,7 @@ Tell = Callable[[str], None]
 
 
 class LogNote(UserWarning):
-    """Warns of data that another framework's log lacks, if the caller gave no `tell`."""
+    """Warning about data that another framework's log lacks; issued if the caller gave no `tell`."""
 
 
 def warn(note: str) -> None:
@@ -28,9 +28,12 @@ def warn(note: str) -> None:
 def read_trajectories(
     path: Path | str, tell: Tell = warn, *, log_format: LogFormat | None = None, reading: LogReading | None = None
 ) -> Iterator[Trajectory]:
-    """Read a log, one trajectory in memory at a time: Libra's JSON lines, or another format, recognised by its shape
-    unless `log_format` names it. `tell` gets a line on the data that such a log lacks. `reading` counts the tokens of
-    texts. Raises `TrajectoryFormatError` with file, line and field, also on a blank line."""
+    """Read a log, with one trajectory in memory at a time.
+
+    The log is Libra's JSON lines or another format, which `log_format` names or its shape identifies. `tell` gets a
+    line on the data that a foreign log lacks. `reading` counts the tokens of texts. Raises `TrajectoryFormatError` with
+    file, line and field, also on a blank line.
+    """
     of = log_format
     if of is None and (first := first_entry(path)) is not None:
         of = format_of(first)
@@ -54,8 +57,9 @@ def _own(path: Path | str) -> Iterator[Trajectory]:
 def read_workload(
     path: Path | str, max_context: int, truncate_context: bool = False, tell: Tell = warn
 ) -> Iterator[Trajectory]:
-    """Read a log as evidence of the coming work of a model of `max_context` tokens. Raises `TrajectoryFormatError` if a
-    trajectory exceeds `max_context`, unless it may be cut there, and at the end if none was finished."""
+    """Read a log as evidence for the future work of a model with `max_context` tokens. Raises `TrajectoryFormatError`
+    for a longer trajectory, unless `truncate` allows cutting it, and at the end if no trajectory was finished.
+    """
     finished = unfinished = 0
     for number, trajectory in enumerate(read_trajectories(path, tell), start=1):
         if trajectory.peak_context > max_context and not truncate_context:

@@ -1,7 +1,7 @@
 """One agent episode: token counts, tool outcomes and times.
 
-Invariant: every `Trajectory` in memory obeys the schema; a JSONL line that does not is refused with the file, the
-line and the field, never repaired. Lengths are tokens, times are seconds.
+Invariant: every `Trajectory` in memory obeys the schema. An invalid JSONL line is refused with the file, the line and
+the field, and never repaired. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from libra.config.sealed_line import opened
 ToolStatus = Literal["ok", "error", "timeout", "unknown"]
 
 _STRICT = ConfigDict(extra="forbid")
-_OPTIONAL = ("tool_seconds", "context_tokens", "started_at")  # whose misspelling nothing else would notice
+# Optional fields, whose misspelling no other check would find.
+_OPTIONAL = ("tool_seconds", "context_tokens", "started_at")
 
-LONGEST = 1e9  # seconds of one tool call, some 30 years: more is a mistake of the writer, and would overflow sums
+LONGEST = 1e9  # limit on the seconds of one tool call, some 30 years; larger values are errors, and sums could overflow
 
 
 class TrajectoryFormatError(ValueError):
@@ -42,7 +43,7 @@ def _require_tokens(name: str, count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation, and the tool return after it (`tool` is None on the last turn of a finished episode)."""
+    """One generation and the tool return that follows; `tool` is None on the last turn of a finished episode."""
 
     __pydantic_config__ = _STRICT
 
@@ -51,7 +52,8 @@ class Turn:
     status: ToolStatus | None
     returned_tokens: int
     tool_seconds: float | None = None  # None: not recorded
-    context_tokens: int | None = None  # context at the start of the turn, where it is not the running sum (compaction)
+    # Context at the start of the turn, if it is not the running sum (after a compaction).
+    context_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _require_tokens("generated_tokens", self.generated_tokens)
@@ -59,7 +61,7 @@ class Turn:
         if self.context_tokens is not None:
             _require_tokens("context_tokens", self.context_tokens)
         if self.tool_seconds is not None and not 0 <= self.tool_seconds <= LONGEST:
-            raise ValueError(f"tool_seconds must be from 0 to {LONGEST:g}, or null where it was not recorded")
+            raise ValueError(f"tool_seconds must be from 0 to {LONGEST:g}, or null if it was not recorded")
         if (self.tool is None) != (self.status is None):
             raise ValueError("tool and status must both be set, or both be null")
 
@@ -83,7 +85,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         _require_tokens("prompt_tokens", self.prompt_tokens)
         if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError("reward must be finite, or null where there is none")
+            raise ValueError("reward must be finite, or null if there is none")
         if self.started_at is not None and not math.isfinite(self.started_at):
             raise ValueError("started_at must be finite, or left out")
         if self.finished and (not self.turns or self.turns[-1].tool is not None):
@@ -105,7 +107,7 @@ class Trajectory:
 
     @property
     def final_context(self) -> int:
-        """Tokens in context when the last turn ended."""
+        """Tokens in context at the end of the last turn."""
         added = 0
         for turn in reversed(self.turns):
             added += turn.generated_tokens + turn.returned_tokens
@@ -115,7 +117,7 @@ class Trajectory:
 
     @property
     def peak_context(self) -> int:
-        """The most tokens ever in context, which an engine must hold."""
+        """The largest context of the trajectory, in tokens, which an engine must hold."""
         if not self.turns:
             return self.prompt_tokens
         most, running = 0, self.prompt_tokens
@@ -129,11 +131,11 @@ class Trajectory:
 
 
 def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:
-    """The trajectory as cut by an engine that holds `max_context` >= 1 tokens: finished at the limit.
+    """The trajectory as an engine with `max_context` >= 1 tokens would cut it: finished at the limit.
 
-    The turn that exceeds the limit is the last one, and generates only the tokens that fit; its tool return is dropped.
-    A turn that would start at the limit never starts. A prompt that leaves the first turn no room loses as many tokens
-    as that turn needs. A trajectory that fits is returned unchanged.
+    The turn that exceeds the limit becomes the last turn, generates only the tokens that fit, and loses its tool
+    return. A turn that would start at the limit is dropped. A prompt without room for the first turn is shortened by
+    the tokens that this turn needs. A trajectory that fits is returned unchanged.
     """
     if max_context < 1:
         raise ValueError(f"max_context is {max_context}; an engine holds 1 token or more")
@@ -176,9 +178,10 @@ def _adapter() -> TypeAdapter[Trajectory]:
 
 
 def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
-    """One JSON line, with a checksum or without, to a `Trajectory`; `where` (for example `log.jsonl:12`) begins the
-    error message. Unknown fields are ignored, as in logs of other systems; a likely typo of an optional field is
-    refused."""
+    """Parse one JSON line, with or without a checksum, as a `Trajectory`; error messages begin with `where`, such as
+    `log.jsonl:12`. Unknown fields are ignored, since other systems may add some; a likely typo of an optional field is
+    refused.
+    """
     try:
         line = opened(line)
         return _adapter().validate_json(line, strict=True)
@@ -207,7 +210,7 @@ def _without(record: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
 
 
 def dump_trajectory(trajectory: Trajectory) -> str:
-    """One JSON line (no newline); optional fields that are unset are left out."""
+    """The trajectory as one JSON line without a newline; unset optional fields are left out."""
     record: dict[str, Any] = asdict(trajectory)
     if record["started_at"] is None:
         del record["started_at"]

@@ -1,7 +1,7 @@
-"""Summary of a log of trajectories: counts, lengths, tools, and the length of its tail.
+"""Summary of a log of trajectories: counts, lengths, tools, and the weight of the longest trajectories.
 
-Invariant: every number is exact over the given trajectories, finished or not; missing values are counted as unknown,
-never guessed. Lengths are tokens, times are seconds.
+Invariant: every number is exact over the given trajectories, finished and unfinished. Missing values are counted as
+unknown, never guessed. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra.trajectory import ToolStatus, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class LengthSpread:
-    """One quantity over all trajectories. Percentiles are nearest-rank: a value that occurred."""
+    """One quantity over all trajectories. Percentiles are nearest-rank, so each is a value that occurs."""
 
     mean: float
     p50: int
@@ -29,8 +29,8 @@ class ToolStats:
     name: str
     calls: int
     outcomes: tuple[tuple[ToolStatus, int], ...]  # statuses that occurred, by name
-    mean_seconds: float | None  # over the calls whose seconds were recorded; None where none was
-    unknown_seconds: int  # calls whose seconds were not recorded
+    mean_seconds: float | None  # over the calls with recorded seconds; None without such a call
+    unknown_seconds: int  # calls without recorded seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class TraceStats:
     returned: LengthSpread
     final_context: LengthSpread
     tools: tuple[ToolStats, ...]  # most called first
-    unknown_tool_seconds_share: float  # of all tool calls; 0 where there were none
-    reward_mean: float | None  # over the trajectories that have one; None where none has
-    longest_tenth_share: float | None  # see `trace_stats`; None where nothing was generated
+    unknown_tool_seconds_share: float  # of all tool calls; 0 without tool calls
+    reward_mean: float | None  # over the trajectories with a reward; None without such a trajectory
+    longest_tenth_share: float | None  # see `trace_stats`; None if no token was generated
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ class _ToolTally:
 def trace_stats(trajectories: Iterable[Trajectory]) -> TraceStats:
     """Summarise a log in one pass that keeps a few integers per trajectory.
 
-    `longest_tenth_share` is the share of all generated tokens in the longest tenth of the trajectories (rounded up to
-    whole ones): 0.1 if all are equal, towards 1 with a long tail.
+    `longest_tenth_share` is the share of all generated tokens that the longest tenth of the trajectories generated
+    (rounded up). It is 0.1 for equal trajectories, and close to 1 with a long tail.
     """
     finished = 0
     tasks: Counter[str] = Counter()
@@ -83,7 +83,7 @@ def trace_stats(trajectories: Iterable[Trajectory]) -> TraceStats:
             rewards.append(trajectory.reward)
         for turn in trajectory.turns:
             if turn.tool is None or turn.status is None:
-                continue  # both or neither
+                continue  # both are None, or neither
             tally = tallies[turn.tool]
             tally.outcomes[turn.status] += 1
             if turn.tool_seconds is not None:

@@ -1,6 +1,6 @@
 # Qwen/Qwen3-14B on 2 x 8 A800: 8 GPUs train, 8 generate, 0 idle.
 # Written by libra export --for trl. The plan routes by cmlfq.
-# The plan also assumes, and this does not say: recomputation of norms and the gated product alone.
+# The plan also assumes these settings, which are not in this file: recomputation of only norms and the gated product.
 cat > accelerate.yaml <<'END'
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -27,7 +27,7 @@ limits:
 - 8192
 route: cmlfq
 END
-# Run each engine's line in a shell of its own: it serves until it is stopped.
+# Run each engine's line in its own shell: the engine serves until it is stopped.
 # on a800-0: contexts of up to 8,192 tokens
 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-14B --tensor-parallel-size 8 --max-num-seqs 512 --max-num-batched-tokens 8192 --max-model-len 8192 --gpu-memory-utilization 0.9 --weight-transfer-config '{"backend": "nccl"}' --logprobs-mode processed_logprobs --port 8000
 # libra route gateway.yaml

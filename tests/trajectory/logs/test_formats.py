@@ -101,7 +101,7 @@ EXPECTED: dict[str, list[Row]] = {
 def test_counts_that_a_log_records_are_read(tmp_path: Path, name: str) -> None:
     found, notes = read(tmp_path, SAMPLES[name])
     assert [row(it) for it in found] == EXPECTED[name]
-    assert notes[0].startswith(f"read as {name}, which does not say")
+    assert notes[0].startswith(f"read as {name}, which lacks the following")
 
 
 def row(trajectory: Trajectory) -> Row:
@@ -276,22 +276,22 @@ def test_texts_are_counted_as_asked(tmp_path: Path) -> None:
 
 
 def test_a_caller_that_takes_no_notes_is_warned(tmp_path: Path) -> None:
-    with pytest.warns(LogNote, match="read as vidur, which does not say"):
+    with pytest.warns(LogNote, match="read as vidur, which lacks the following"):
         list(read_trajectories(write(tmp_path, SAMPLES["vidur"])))
 
 
 VIDUR_HEADER = b"arrived_at,num_prefill_tokens,num_decode_tokens\n"
 REFUSED = {
-    "a log of no known format": (
+    "a log of unknown format": (
         b'{"colour": "red", "size": 3}\n',
-        "log:1: a log of no known format, with 'colour', 'size'",
+        "log:1: unknown log format, with 'colour', 'size'",
     ),
-    "a table of no known format": (b"colour,size\nred,3\n", "log:2: a log of no known format, with 'colour', 'size'"),
+    "a table of unknown format": (b"colour,size\nred,3\n", "log:2: unknown log format, with 'colour', 'size'"),
     "requests": (
         b'{"arrival": 0.1, "prompt_tokens": 9, "output_tokens": 2}\n',
         "log:1: a request, not a trajectory: `libra search` and `libra simulate` take such a file as --requests",
     ),
-    "a header alone": (VIDUR_HEADER, "a header without a row"),
+    "a header alone": (VIDUR_HEADER, "a header without rows"),
     "a missing field": (b'{"input": "q", "output": "a", "score": null}\n', "log:1: score: this field is required"),
     "text for tokens": (
         b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1,x\n",

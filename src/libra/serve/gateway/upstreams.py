@@ -22,6 +22,7 @@ from libra.live.work import HeldTurn, Took
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Fleet
 from libra.serve.gateway.config import UpstreamSection
+from libra.serve.gateway.engine_connections import EngineAddress
 from libra.serve.gateway.traced import sendable
 
 _STRIKES = 3  # turns in sequence that an engine fails with status 500, and another engine serves
@@ -71,6 +72,7 @@ class Upstream(LiveServer):
     def __init__(self, section: UpstreamSection, pace: Pace) -> None:
         super().__init__(section.name, section.bucket, section.max_model_len or 0, pace)  # 0: not known, out of service
         self.section = section
+        self.address = EngineAddress.of(section.root)
         self.healthy = False
         self.problem: str | None = None  # why the last check failed
         self.look = asyncio.Event()  # set: check its health now, or soon if it is out of service

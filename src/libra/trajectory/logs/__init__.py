@@ -1,1 +1,1 @@
-"""Logs of other frameworks and agents, read as trajectories: one module a format, the table in `catalogue`."""
+"""Readers of logs of other frameworks and agents, one module per format; `catalogue` lists them."""

@@ -1,4 +1,4 @@
-"""Azure's public traces of LLM and LMM inference (2023, 2024, 2025): a request a row."""
+"""Azure's public traces of LLM and LMM inference (2023, 2024, 2025): one request per row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AZURE = LogFormat(
     name="azure",
     written_by="Azure's traces of LLM inference (2023, 2024) and LMM inference (2025)",
     holds="requests",
-    silent_on="what requests share, tools, rewards, policy versions",
+    silent_on="prefixes that requests share, tools, rewards, policy versions",
     is_one=lambda entry: {_PROMPT, _OUTPUT, _ARRIVAL} <= set(entry.fields),
     trajectories=_trajectories,
 )

@@ -1,4 +1,4 @@
-"""BurstGPT's traces: a request a row; in its second version with the session and the duration of an answer."""
+"""BurstGPT's traces, one request per row. The second version also has the session and the duration of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KIND = "Log Type"
 
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
-    """Rows without a session are requests, in their order. Sessions follow in the order of their first rows."""
+    """Yield rows without a session as requests, then the sessions, each in the order of their first rows."""
     sessions: dict[str, list[LogEntry]] = {}
     for entry in entries:
         if not entry.tokens(_OUTPUT):
@@ -61,7 +61,7 @@ BURSTGPT = LogFormat(
     name="burstgpt",
     written_by="BurstGPT's traces, with or without sessions",
     holds="requests",
-    silent_on="what requests of different sessions share, rewards, policy versions",
+    silent_on="prefixes that sessions share, rewards, policy versions",
     is_one=lambda entry: {_PROMPT, _OUTPUT, _ARRIVAL} <= set(entry.fields),
     trajectories=_trajectories,
 )

@@ -1,4 +1,4 @@
-"""Turns from model calls with counted prompts; several tool calls of a turn become one return."""
+"""Turns from model calls with counted prompts. Several tool calls of a turn become one return."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ModelCall:
 
 
 def as_one(returns: Sequence[LoggedReturn], reading: LogReading) -> LoggedReturn:
-    """One return for all of a turn: the first name, the worst outcome, the total seconds in sequence."""
+    """One return for all tool calls of a turn: the first name, the worst outcome, the sum of seconds."""
     if len(returns) > 1:
-        reading.remarks["turns with several tool calls, under the name of the first"] += 1
+        reading.remarks["turns with several tool calls, recorded under the first name"] += 1
     known = [it.seconds for it in returns if it.seconds is not None]
     return LoggedReturn(
         tool=returns[0].tool,
@@ -47,9 +47,10 @@ def worst(statuses: Iterable[ToolStatus]) -> ToolStatus:
 
 
 def turns_of_calls(calls: Sequence[ModelCall]) -> tuple[Turn, ...]:
-    """The turns of one episode. Returned tokens are the excess of the next prompt over this prompt and its answer. If
-    the next prompt is shorter, as after a compaction, the next turn has its own context. The last turn calls no tool
-    unless its call has a return."""
+    """The turns of one episode.
+
+    Returned tokens are the next prompt minus this prompt and its answer. If the next prompt is shorter, as after a
+    compaction, the next turn states its own context. The last turn calls no tool unless its call has a return."""
     turns: list[Turn] = []
     running = calls[0].prompt_tokens if calls else 0
     for number, call in enumerate(calls):

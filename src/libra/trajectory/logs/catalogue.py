@@ -47,13 +47,14 @@ FORMATS: Mapping[str, LogFormat] = MappingProxyType(
 )
 
 _OWN = frozenset({"id", "prompt_id", "prompt_tokens", "turns", "finished"})
-_REQUEST = frozenset({"arrival", "prompt_tokens", "output_tokens"})  # of a file of requests
-_SHOWN = 6  # fields of an unknown log that an error names
+_REQUEST = frozenset({"arrival", "prompt_tokens", "output_tokens"})  # fields of a file of requests
+_SHOWN = 6  # number of fields that the error for an unknown log names
 
 
 def first_entry(path: Path | str) -> LogEntry | None:
-    """The entry whose shape identifies the format of a file. None if the file is empty, of an unknown kind, or begins
-    with a line that is no JSON. Raises `TrajectoryFormatError` if a document or a table is damaged."""
+    """First entry of a file, which identifies its format. None if the file is empty, of an unknown kind, or starts with
+    a line that is not JSON. Raises `TrajectoryFormatError` for a damaged document or table.
+    """
     try:
         return next(log_entries(path), None)
     except DamagedLineError:
@@ -66,7 +67,7 @@ def format_of(entry: LogEntry) -> LogFormat | None:
 
 
 def require_own(entry: LogEntry) -> None:
-    """Raises `TrajectoryFormatError` for an entry that has no field of Libra's own logs, or is a request of a user."""
+    """Raise `TrajectoryFormatError` for an entry without a field of Libra's logs, and for a user's request."""
     if entry.fields.keys() >= _REQUEST and "turns" not in entry.fields:
         raise TrajectoryFormatError(
             f"{entry.where}: a request, not a trajectory: `libra search` and `libra simulate` take such a file as"
@@ -75,12 +76,12 @@ def require_own(entry: LogEntry) -> None:
     if not _OWN & set(entry.fields):
         names = ", ".join(repr(name)[:40] for name in [*entry.fields][:_SHOWN]) or "no field"
         raise TrajectoryFormatError(
-            f"{entry.where}: a log of no known format, with {names}; `libra trace formats` lists those that are read"
+            f"{entry.where}: unknown log format, with {names}; `libra trace formats` lists the known formats"
         )
 
 
 def format_named(name: str) -> LogFormat:
-    """Raises ValueError for an unknown name."""
+    """The format of this name. Raises ValueError for an unknown name."""
     if name not in FORMATS:
         raise ValueError(f"there is no format {name!r}; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -92,7 +93,7 @@ def foreign_trajectories(path: Path | str, of: LogFormat, reading: LogReading) -
 
 
 def notes_of(path: Path | str, of: LogFormat, reading: LogReading) -> Iterator[str]:
-    """Notes on the data that a log lacked, after reading it: a line for its format, and one for each remark."""
-    yield f"{path}: read as {of.name}, which does not say (null, unknown or 0 here): {of.silent_on}"
+    """Notes on the data that a log lacks, known after reading it: a line for its format, and a line for each remark."""
+    yield f"{path}: read as {of.name}, which lacks the following (null, unknown or 0 here): {of.silent_on}"
     for remark, times in sorted(reading.remarks.items()):
         yield f"{path}: {remark}: {times:,}"

@@ -13,12 +13,12 @@ from libra.trajectory.logs.format import LogReading, same_prompt
 from libra.trajectory.record import ToolStatus, Turn
 
 _ASSISTANT = ("assistant", "ai", "model")
-_SPOKEN = ("text", "thinking", "reasoning", "refusal")  # fields of a part of a message that hold text
+_SPOKEN = ("text", "thinking", "reasoning", "refusal")  # text fields of a part of a message
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat as turns, with the tokens of its texts. A turn without a tool is the last one."""
+    """A chat as turns, with the tokens of its texts. Only the last turn calls no tool."""
 
     prompt_tokens: int
     turns: tuple[Turn, ...]
@@ -26,8 +26,9 @@ class Chat:
 
 
 def chat(messages: Sequence[LogEntry], reading: LogReading, already: Iterable[LogEntry] = ()) -> Chat:
-    """`already` are messages of the prompt before the first of `messages`. The messages between two answers of the
-    assistant are one return; consecutive answers are one turn."""
+    """Divide `messages` into turns. `already` are earlier messages, part of the prompt. Messages between two answers of
+    the assistant form one return; consecutive answers form one turn.
+    """
     prompt = [*already]
     rest = [*messages]
     while rest and not _answers(rest[0]):
@@ -71,7 +72,7 @@ def _exchanges(messages: Iterable[LogEntry]) -> Iterator[tuple[list[LogEntry], l
 
 
 def text_of(message: LogEntry) -> str:
-    """All text of a message that the model reads or writes: its text, its reasoning, its tool calls as JSON."""
+    """All text of a message, read or written by the model: text, reasoning, and tool calls as JSON."""
     content = message.fields.get("content")
     if isinstance(content, list):
         text = "".join(
@@ -133,7 +134,7 @@ def _is_wordless(part: Mapping[str, Any]) -> bool:
 
 
 def tool_return(message: LogEntry, calls: Mapping[str, str]) -> LoggedReturn:
-    """Tool and outcome of a returned message; a person's words are returns of the tool `user`."""
+    """Tool and outcome of a returned message; a person's message is a return of the tool `user`."""
     results = [part for part in _parts(message) if part.get("type") == "tool_result"]
     if results:
         name = calls.get(str(results[0].get("tool_use_id")), "tool")

@@ -15,12 +15,12 @@ _MILLISECOND = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call with tokens, in the order of time."""
+    """A call with its tokens and tools; calls are ordered by time."""
 
     entry: LogEntry
-    turn: int  # of the user, counted from 0
+    turn: int  # the user's turn, counted from 0
     began: float  # seconds
-    batches: list[LogEntry]  # tools that it called
+    batches: list[LogEntry]  # tools that the call requested
 
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
@@ -69,7 +69,7 @@ def _tokens(call: LogEntry) -> tuple[int, int]:
 
 
 def _back(call: _Call, following: _Call | None, reading: LogReading) -> LoggedReturn | None:
-    """Return before the next call: from tools of the batches that name this call, or from the user."""
+    """Return before the next call, from the tools of this call's batches or from the user."""
     if following is None:
         return None
     if call.batches:
@@ -79,10 +79,10 @@ def _back(call: _Call, following: _Call | None, reading: LogReading) -> LoggedRe
 
 
 def _batch(batch: LogEntry, reading: LogReading) -> LoggedReturn:
-    """Tools that ran at the same time: the batch took as long as the slowest."""
+    """Return of a batch of tools that ran at the same time; it took as long as the slowest tool."""
     functions = batch.entries("function_calls")
     if len(functions) > 1:
-        reading.remarks["batches of several tools, under the name of the first"] += 1
+        reading.remarks["batches of several tools, recorded under the first name"] += 1
     name = functions[0].text_or("name", "tool") if functions else "tool"
     return LoggedReturn(name, _status(batch), _seconds(batch) if "duration_ms" in batch else None)
 
@@ -101,7 +101,7 @@ COPILOT = LogFormat(
     name="copilot",
     written_by="GitHub Copilot's coding agent (Azure's dataset of 2026)",
     holds="trajectories",
-    silent_on="rewards, policy versions, whether a session was over",
+    silent_on="rewards, policy versions, whether a session ended",
     is_one=lambda entry: "session_id" in entry and isinstance(entry.fields.get("turns"), list),
     trajectories=_trajectories,
 )

@@ -1,4 +1,4 @@
-"""Tokens of a text for which a log has no count."""
+"""Token counts for texts that a log does not count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenCount(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CharacterCount:
-    """An estimate: one token for each `characters_per_token` characters begun."""
+    """An estimate: characters divided by `characters_per_token`, rounded up."""
 
     characters_per_token: float = 4.0
 
@@ -38,7 +38,7 @@ class CharacterCount:
 
 
 class TokenizerCount:
-    """The tokens of a model's own tokenizer, from `tokenizer.json` in its folder; special tokens are not added."""
+    """Counts by a model's tokenizer, from `tokenizer.json` in its folder; special tokens are not added."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError if the file, or the library `tokenizers`, is missing."""

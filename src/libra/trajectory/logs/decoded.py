@@ -1,7 +1,7 @@
 """Turns from the decoded text of a response in which answers and tool returns alternate.
 
-Tool returns are found by the tags `<tool_response>` of the chat templates of Qwen3 and Hermes, tool calls by
-`<tool_call>`; the markers of the message around a return belong to it.
+The tags `<tool_response>` and `<tool_call>`, of the chat templates of Qwen3 and Hermes, mark tool returns and tool
+calls. The message markers around a return are part of the return.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def turns_of_text(text: str, reading: LogReading) -> tuple[Turn, ...]:
 
 
 def _marker_before(text: str, rest: int, opens: int) -> int:
-    """Start of the message marker that ends at the opening of a return."""
+    """Start of the message marker in front of a return."""
     start = max(rest, opens - _LONGEST_MARKER)
     found = _BEFORE.search(text, start, opens)
     return opens if found is None else found.start()
 
 
 def _returns_end(text: str, opens: int) -> int:
-    """The end of the returns of one turn: parallel tools return one after another."""
+    """End of the returns of one turn; parallel tools return one after another."""
     while True:
         close = text.find(_CLOSE, opens)
         if close < 0:

@@ -14,27 +14,27 @@ from typing import Any
 from libra.config.input_file import MOST
 from libra.trajectory.record import LONGEST, TrajectoryFormatError
 
-_MOST_NUMBER = 1e15  # seconds, scores and indices are far below; floats hold it exactly
+_MOST_NUMBER = 1e15  # far above all seconds, scores and indices; exact as a float
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A JSON object, or a row of a table under the names of its columns. A field that is null counts as absent."""
+    """A JSON object, or a row of a table by column name. A null field counts as absent."""
 
     fields: Mapping[str, Any]
     where: str  # file and line, or file and place in a document
-    number: int  # of the entry in its file, from 1
-    inside: str = ""  # path of this object in its entry: "" or for example "messages[2]."
+    number: int  # number of the entry in its file, from 1
+    inside: str = ""  # path of this object in its entry, such as "messages[2]."; "" for the entry itself
 
     def __contains__(self, name: str) -> bool:
         return self.fields.get(name) is not None
 
     def refusal(self, name: str, problem: str) -> TrajectoryFormatError:
-        line = f"{self.where}: {self.inside}{name}: {problem}; correct it, or leave the record out"
+        line = f"{self.where}: {self.inside}{name}: {problem}; correct it, or remove the record"
         return TrajectoryFormatError(" ".join(line.split()))
 
     def tokens(self, name: str) -> int:
-        """A whole number of tokens from 0 on."""
+        """A whole number of tokens, 0 or more."""
         value = self._present(name)
         whole = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
         if not whole or value != int(value):
@@ -49,14 +49,14 @@ class LogEntry:
         return float(value)
 
     def seconds(self, name: str, unit: float = 1.0) -> float:
-        """A duration in seconds; the field is in `unit` seconds."""
+        """A duration in seconds; the field counts units of `unit` seconds."""
         found = self.number_of(name) * unit
         if not 0 <= found <= LONGEST:
             raise self.refusal(name, f"{found:g} s is not from 0 to {LONGEST:g}")
         return found
 
     def instant(self, name: str) -> float:
-        """A time in seconds, from a number or from an ISO 8601 text (UTC if it names no zone)."""
+        """A time in seconds, from a number or an ISO 8601 text (UTC without a zone)."""
         value = self._present(name)
         if not isinstance(value, str):
             return self.number_of(name)
@@ -67,7 +67,7 @@ class LogEntry:
             raise self.refusal(name, f"{_shown(value)} is not an ISO 8601 time") from None
 
     def text(self, name: str) -> str:
-        """A text; a whole number, as in a column of names that look like numbers, becomes one."""
+        """A text. A whole number becomes a text, since a column of names may look like numbers."""
         value = self._present(name)
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise self.refusal(name, f"{_shown(value)} is not a text")

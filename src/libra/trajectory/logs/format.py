@@ -1,4 +1,4 @@
-"""The seam for formats of logs: a format, and the state of reading one log."""
+"""The interface of log formats, and the state of reading one log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from libra.trajectory.record import Trajectory, TrajectoryFormatError, Turn
 
 @dataclass(slots=True)
 class LogReading:
-    """State of reading one log: its counter of texts, and remarks on missing data, with their counts."""
+    """State of reading one log: the token counter, and counted remarks on missing data."""
 
     count: TokenCount = field(default_factory=CharacterCount)
     remarks: Counter[str] = field(default_factory=Counter)
@@ -29,14 +29,15 @@ class LogReading:
 
 @dataclass(frozen=True, slots=True)
 class LogFormat:
-    """One format: its shape, the data that it lacks, and its reader. `is_one` gets the first entry of a file.
-    `trajectories` reads the entries in order, one in memory at a time if the format allows it, and raises
-    `TrajectoryFormatError` for an unreadable one."""
+    """One format: its shape, the data that it lacks, and its reader.
+
+    `is_one` recognises the format by the first entry of a file. `trajectories` reads the entries in order, with one in
+    memory at a time if the format allows it, and raises `TrajectoryFormatError` for an unreadable entry."""
 
     name: str
     written_by: str
-    holds: Literal["trajectories", "requests"]  # requests: single turns with the time of their arrival
-    silent_on: str  # what the format never says, for the note that a reader gets
+    holds: Literal["trajectories", "requests"]  # requests: single turns with arrival times
+    silent_on: str  # data that the format never has, for the note to the user
     is_one: Callable[[LogEntry], bool]
     trajectories: Callable[[Iterable[LogEntry], LogReading], Iterator[Trajectory]]
 
@@ -54,8 +55,9 @@ def episode(
     finished: bool = True,
     started_at: float | None = None,
 ) -> Trajectory:
-    """A trajectory, finished if the log says so and its last turn calls no tool. Impossible values are refused with the
-    place of their entry."""
+    """A trajectory; it is finished if the log says so and its last turn calls no tool. Raises `TrajectoryFormatError`
+    for impossible values, with the place of the entry.
+    """
     turns = tuple(turns)
     try:
         return Trajectory(
@@ -83,8 +85,9 @@ def request(
 
 
 def arrival_of(entry: LogEntry, field: str, reading: LogReading, unit: float = 1.0) -> float | None:
-    """Seconds at which a request arrived, in a log that counts them in `unit` seconds; without them None, and a
-    remark."""
+    """Arrival time of a request in seconds, from a log that counts units of `unit` seconds. Without a time: None, and a
+    remark.
+    """
     if field in entry:
         return entry.number_of(field) * unit
     reading.remarks["requests without a time of arrival"] += 1
@@ -92,7 +95,7 @@ def arrival_of(entry: LogEntry, field: str, reading: LogReading, unit: float = 1
 
 
 def ended(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """The turns of an ended episode: no turn reads the last tool's return."""
+    """The turns of an ended episode, without the last tool's return, which no turn reads."""
     *before, last = turns
     return (*before, Turn(last.generated_tokens, None, None, 0, None, last.context_tokens))
 

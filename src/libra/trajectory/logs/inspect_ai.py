@@ -1,4 +1,4 @@
-"""Evaluation logs of Inspect: one JSON document, or a `.eval` archive with a document a sample."""
+"""Evaluation logs of Inspect: one JSON document, or a `.eval` archive with one document per sample."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def _sample(sample: LogEntry, task: str, reading: LogReading) -> Trajectory:
 
 
 def _counted(found: Chat, events: Sequence[LogEntry], reading: LogReading) -> Chat:
-    """The turns with the values of their events: tokens of the calls in their order, and the seconds of the tools that
-    ran between two calls."""
+    """The turns with values from the events: tokens of the calls in order, and seconds of the tools between two
+    calls.
+    """
     calls = [at for at, event in enumerate(events) if event.fields.get("event") == "model" and _usage(event)]
     missing = len(found.turns) - len(calls)
     if missing > 0:
         reading.remarks["turns without a recorded call: tokens estimated from text"] += missing
     elif missing < 0:
-        reading.remarks["calls beyond the turns of their sample, as of a grader, left out"] -= missing
+        reading.remarks["calls that belong to no turn (a grader's) left out"] -= missing
     turns: list[Turn] = []
     prompt, running = found.prompt_tokens, 0
     for number, turn in enumerate(found.turns):
@@ -60,7 +61,7 @@ def _counted(found: Chat, events: Sequence[LogEntry], reading: LogReading) -> Ch
             context, generated = _tokens(events[calls[number]])
             if number == 0:
                 prompt = context
-            elif context >= running:  # what came back is what this prompt adds
+            elif context >= running:  # the return is the part that this prompt adds
                 turns[-1] = replace(turns[-1], returned_tokens=context - running + turns[-1].returned_tokens)
             else:
                 turn = replace(turn, context_tokens=context)
@@ -111,7 +112,7 @@ def _reward(sample: LogEntry, reading: LogReading) -> float | None:
     if isinstance(value, str) and value in _GRADES:
         return _GRADES[value]
     if not isinstance(value, int | float):
-        reading.remarks["samples whose score is no number and no grade: without reward"] += 1
+        reading.remarks["samples without reward: the score is neither a number nor a grade"] += 1
         return None
     return score.number_of("value")
 

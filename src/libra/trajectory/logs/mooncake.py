@@ -1,4 +1,4 @@
-"""Mooncake's public traces: a request a line, with the hashes of the blocks of its prompt."""
+"""Mooncake's public traces: one request per line, with the hashes of its prompt's blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Chat logs: `messages` of an episode a line, in OpenAI's or Anthropic's form, optionally with `usage` of the last
-call."""
+"""Chat logs: the `messages` of one episode per line, in OpenAI's or Anthropic's form, optionally with the last call's
+`usage`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def _count(usage: LogEntry, name: str) -> int | None:
 
 OPENAI = LogFormat(
     name="openai",
-    written_by="chat logs: messages of an episode a line, with usage or without",
+    written_by="chat logs: messages of one episode per line, with or without usage",
     holds="trajectories",
     silent_on="tool seconds, outcomes of OpenAI's tools, policy versions",
     is_one=lambda entry: isinstance(entry.fields.get("messages"), list) and "info" not in entry,

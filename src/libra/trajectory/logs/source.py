@@ -1,7 +1,7 @@
 """Files of logs as entries: JSON lines, one JSON document, tables as CSV or Parquet, archives of JSON documents.
 
-Invariant: the first bytes of a file decide its kind, never its name. Lines, rows and members of an archive are
-in memory one at a time; a JSON document is in memory whole.
+Invariant: the first bytes of a file decide its kind, never its name. Only one line, row or archive member is in memory
+at a time; a JSON document is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from libra.trajectory.logs.entry import LogEntry
 from libra.trajectory.record import TrajectoryFormatError
 
 _BOM = b"\xef\xbb\xbf"
-# What `zipfile` raises for a damaged, encrypted or unknown archive.
+# Errors of `zipfile` for a damaged, encrypted or unknown archive.
 _DAMAGED = (OSError, EOFError, RuntimeError, ValueError, KeyError, struct.error, zlib.error, zipfile.BadZipFile)
 
 
@@ -34,9 +34,11 @@ class DamagedLineError(TrajectoryFormatError):
 
 
 def log_entries(path: Path | str) -> Iterator[LogEntry]:
-    """The entries of a file, `.gz` unpacked, or of all files of a folder, in the order of their names and numbers. An
-    empty file, or one of an unknown kind, has none. Raises `TrajectoryFormatError` if it is damaged, `OSError` if it
-    cannot be opened."""
+    """The entries of a file, or of all files in a folder, ordered by the names and numbers of the files.
+
+    `.gz` files are unpacked. A file that is empty or of an unknown kind has no entries. Raises `TrajectoryFormatError`
+    for a damaged file, and `OSError` if a file cannot be opened.
+    """
     if Path(path).is_dir():
         files = sorted((it for it in Path(path).iterdir() if it.is_file()), key=_by_numbers)
         entries = chain.from_iterable(map(log_entries, files))
@@ -56,7 +58,7 @@ def log_entries(path: Path | str) -> Iterator[LogEntry]:
 
 
 def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """Sorts `2.jsonl` before `10.jsonl`, for frameworks that write one file a step."""
+    """Sort key that puts `2.jsonl` before `10.jsonl`, for frameworks that write one file per step."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
 
 
@@ -126,7 +128,7 @@ def _csv(path: Path | str, first: bytes, rest: Iterable[bytes]) -> Iterator[LogE
                 raise TrajectoryFormatError(f"{where}: line: {len(cells)} fields instead of {len(names)}; correct it")
             yield LogEntry(dict(zip(names, map(_value, cells), strict=True)), where, number)
         if not number:
-            raise TrajectoryFormatError(f"{path}: a header without a row below it; give a log with at least one")
+            raise TrajectoryFormatError(f"{path}: a header without rows; give a log with at least one row")
     except (csv.Error, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise TrajectoryFormatError(
@@ -135,7 +137,7 @@ def _csv(path: Path | str, first: bytes, rest: Iterable[bytes]) -> Iterator[LogE
 
 
 def _value(cell: str) -> int | float | str | None:
-    """A cell as a number if it reads like one; None if it is empty."""
+    """A cell as a number if it looks like a number; None if it is empty."""
     cell = cell.strip()
     if not cell or len(cell) > 40:
         return cell or None
@@ -148,7 +150,7 @@ def _value(cell: str) -> int | float | str | None:
 
 
 def _archive(path: Path | str, raw: IO[bytes]) -> Iterator[LogEntry]:
-    """Documents of a ZIP file below `samples/`, by name, each with the name of `header.json`."""
+    """Documents below `samples/` in a ZIP file, by name, each with the task's name from `header.json`."""
     try:
         archive = zipfile.ZipFile(raw)
     except _DAMAGED as error:

@@ -1,4 +1,4 @@
-"""Trajectories of SWE-agent (`.traj`) and mini-swe-agent (`.traj.json`): an episode a document."""
+"""Trajectories of SWE-agent (`.traj`) and mini-swe-agent (`.traj.json`): one episode per document."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
 
 
 def _agreed(found: Chat, info: LogEntry, reading: LogReading) -> tuple[int, tuple[Turn, ...]]:
-    """Prompt and turns that agree with the sums over all calls in `info.model_stats`."""
+    """Prompt and turns, adjusted to the sums over all calls in `info.model_stats`."""
     if "model_stats" not in info:
         return found.prompt_tokens, found.turns
     stats = info.entry("model_stats")
     if "api_calls" in stats and stats.tokens("api_calls") != len(found.turns):
-        reading.remarks["episodes of more or fewer calls than steps: tokens of all calls divided among the steps"] += 1
+        reading.remarks[
+            "episodes with more or fewer calls than steps: tokens of all calls divided among the steps"
+        ] += 1
     sent, received = (stats.tokens(name) if name in stats else None for name in ("tokens_sent", "tokens_received"))
     # An episode whose tokens were not counted has zeros.
     agreed = agreeing(found, sent or None, received or None, reading)
@@ -43,14 +45,14 @@ def _agreed(found: Chat, info: LogEntry, reading: LogReading) -> tuple[int, tupl
 
 
 def _messages(entry: LogEntry, reading: LogReading) -> Chat:
-    """In mini-swe-agent the text after an answer is its command's output, under the role of the user."""
+    """Turns of mini-swe-agent, where the user's message after an answer is the command's output."""
     found = chat(entry.entries("messages"), reading)
     turns = (replace(turn, tool="bash") if turn.tool == "user" else turn for turn in found.turns)
     return replace(found, turns=tuple(turns))
 
 
 def _steps(entry: LogEntry, reading: LogReading) -> Chat:
-    """Each step is an answer, the command in it, and its output."""
+    """Turns of SWE-agent, where each step has an answer, its command and the output."""
     turns = []
     for step in entry.entries("trajectory"):
         answer = step.text_or("response", "") or step.text_or("thought", "") + step.text_or("action", "")

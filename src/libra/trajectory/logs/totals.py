@@ -1,7 +1,7 @@
-"""Token counts estimated from texts, made to agree with the sums that a log records.
+"""Token counts estimated from texts, and scaled to the sums that a log records.
 
-A log with the sum over all calls of an episode, but no single call, fixes that sum exactly: texts only decide its
-division among turns.
+A log may record only the sum over all calls of an episode. The sum is then exact, and texts only decide its division
+among turns.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from libra.trajectory.record import Turn
 
 
 def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogReading) -> Chat:
-    """The chat with `received` generated tokens in all, and contexts of its turns that add up to `sent`.
+    """The chat, scaled to `received` generated tokens in total and to contexts that add up to `sent`; None: not
+    recorded.
 
-    Each turn is one call, whose prompt is all before it. None: not recorded. If the recorded `sent` is less than the
-    generated tokens alone need, contexts stay as estimated, with a remark.
+    Each turn is one call, and all earlier text is its prompt. If the recorded `sent` is less than the generated tokens
+    alone need, contexts stay as estimated, with a remark.
     """
     if not found.turns:
         return found
@@ -28,7 +29,7 @@ def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogRe
         turns = tuple(replace(turn, generated_tokens=share) for turn, share in zip(turns, shares, strict=True))
     if sent is None:
         return replace(found, turns=turns)
-    later = range(len(turns) - 1, -1, -1)  # calls that read again what a turn added
+    later = range(len(turns) - 1, -1, -1)  # later calls that read a turn's tokens again
     left = sent - sum(turn.generated_tokens * calls for turn, calls in zip(turns, later, strict=True))
     if left < 0:
         reading.remarks["episodes whose recorded prompt tokens are too few for their turns: lengths estimated"] += 1
@@ -37,7 +38,7 @@ def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogRe
 
 
 def _with_contexts(found: Chat, left: int, later: Sequence[int]) -> Chat:
-    """Prompt and returns that are read `left` times in total, one after another, in `later` calls."""
+    """The chat with prompt and returns of `left` tokens in total, each counted in all of its `later` calls."""
     *inner, last = found.turns
     times = [len(found.turns), *later[:-1]]
     weights = [found.prompt_tokens, *(turn.returned_tokens for turn in inner)]
@@ -49,7 +50,7 @@ def _with_contexts(found: Chat, left: int, later: Sequence[int]) -> Chat:
 
 
 def divided(total: int, weights: Sequence[int]) -> list[int]:
-    """Whole shares of `total` in proportion to the weights, in equal parts where all weights are 0."""
+    """Whole shares of `total` in proportion to the weights; equal shares if all weights are 0."""
     if not any(weights):
         weights = [1] * len(weights)
     whole = sum(weights)
@@ -61,8 +62,9 @@ def divided(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def last_call(found: Chat, prompt: int | None, generated: int | None) -> Chat:
-    """The chat whose last call had a prompt of `prompt` tokens and an answer of `generated` (None: not recorded). Texts
-    decide the division of the prompt among the earlier parts."""
+    """The chat, scaled to a last call with a prompt of `prompt` tokens and an answer of `generated` (None: not
+    recorded). Texts decide the division of the prompt among the earlier parts.
+    """
     if not found.turns:
         return found
     *before, last = found.turns

@@ -1,5 +1,6 @@
-"""Rollouts of `verifiers`: `results.jsonl`, a rollout a line, and since 0.4 `traces.jsonl`, an episode with traces a
-line, as in prime-rl."""
+"""Rollouts of `verifiers`: `results.jsonl` with one rollout per line; since 0.4 also `traces.jsonl` with one episode
+and its traces per line, as in prime-rl.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _rollouts(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Traj
 
 
 def _chat(entry: LogEntry, reading: LogReading) -> Chat:
-    """Prompt and completion are messages, or one text each."""
+    """The chat of a rollout, whose prompt and completion are messages or plain texts."""
     if isinstance(entry.fields.get("completion"), list):
         return chat(entry.entries("completion"), reading, already=entry.entries("prompt"))
     prompt, answer = entry.text("prompt"), entry.text("completion")
@@ -50,7 +51,7 @@ def _traces(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajec
         for trace in entry.entries("traces"):
             counted = [call for call in trace.entries("calls") if "usage" in call]
             if not counted:
-                reading.remarks["traces without a call that has usage left out"] += 1
+                reading.remarks["traces left out, as no call has usage"] += 1
                 continue
             calls = [*(_call(trace, *pair) for pair in pairwise(counted)), ModelCall(*_usage(counted[-1]))]
             yield episode(
@@ -80,7 +81,7 @@ def _call(trace: LogEntry, call: LogEntry, following: LogEntry) -> ModelCall:
 
 
 def _tool(trace: LogEntry, following: LogEntry) -> str:
-    """The message answered by a call is the parent of its node."""
+    """The tool's return that precedes a call: the parent of the call's node."""
     nodes = trace.entries("nodes")
     at = following.fields.get("node")
     parent = nodes[at].fields.get("parent") if isinstance(at, int) and 0 <= at < len(nodes) else None

@@ -1,4 +1,4 @@
-"""Generations that verl dumps (`trainer.rollout_data_dir`, `validation_data_dir`): a sample a line, decoded."""
+"""Generations that verl dumps (`trainer.rollout_data_dir`, `validation_data_dir`): one decoded sample per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
     for entry in entries:
         prompt, turns = entry.text("input"), turns_of_text(entry.text("output"), reading)
         if "num_turns" in entry and entry.tokens("num_turns") > _ONE_ANSWER and len(turns) == 1:
-            reading.remarks["samples of several turns in whose text no <tool_response> tells them apart"] += 1
+            reading.remarks["samples of several turns, read as one: their text has no <tool_response>"] += 1
         if "step" not in entry:
             reading.remarks["samples without a step: policy version 0"] += 1
         step = entry.tokens("step") if "step" in entry else 0

@@ -1,4 +1,4 @@
-"""Traces of the simulator Vidur: a request a row."""
+"""Traces of the simulator Vidur: one request per row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIDUR = LogFormat(
     name="vidur",
     written_by="Vidur's traces of requests (arrived_at, num_prefill_tokens, num_decode_tokens)",
     holds="requests",
-    silent_on="what requests share, tools, rewards, policy versions",
+    silent_on="prefixes that requests share, tools, rewards, policy versions",
     is_one=lambda entry: {_PROMPT, _OUTPUT} <= set(entry.fields),
     trajectories=_trajectories,
 )

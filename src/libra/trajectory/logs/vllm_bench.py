@@ -1,4 +1,4 @@
-"""Results of `vllm bench serve --save-result --save-detailed`: lists with a value a request."""
+"""Results of `vllm bench serve --save-result --save-detailed`: lists with one value per request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
                 raise entry.refusal(name, f"{len(values)} values for the {len(prompts)} requests of {_PROMPTS}")
         at_once = entry.fields.get(_RATE) == "inf"
         if starts is None and prompts:
-            said = "all at once, as the rate is inf" if at_once else "unknown"
+            said = "all arrive at once, as the rate is inf" if at_once else "unknown"
             reading.remarks[f"requests without a time of arrival (start_times): {said}"] += len(prompts)
         for at, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             number += 1
@@ -42,7 +42,7 @@ VLLM_BENCH = LogFormat(
     name="vllm-bench",
     written_by="vllm bench serve --save-result --save-detailed",
     holds="requests",
-    silent_on="what requests share, tools, rewards, policy versions",
+    silent_on="prefixes that requests share, tools, rewards, policy versions",
     is_one=lambda entry: {_PROMPTS, _OUTPUTS} <= set(entry.fields) or {"num_prompts", _RATE} <= set(entry.fields),
     trajectories=_trajectories,
 )

@@ -18,7 +18,7 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
 
 
 def _agents(agent: LogEntry, name: str, reading: LogReading) -> Iterator[Trajectory]:
-    """An agent, then the agents that it starts, which are separate trajectories."""
+    """Yield an agent, then the agents that it starts, as separate trajectories."""
     requests = agent.entries("requests")
     own = [it for it in requests if it.fields.get("type") != _SUBAGENT]
     if own:
@@ -56,7 +56,7 @@ WEKA = LogFormat(
     name="weka",
     written_by="WEKA's sessions of coding agents (kv-cache-tester)",
     holds="trajectories",
-    silent_on="names and outcomes of tools (pauses of people among their seconds), rewards, policy versions",
+    silent_on="names and outcomes of tools (their seconds include pauses of people), rewards, policy versions",
     is_one=lambda entry: isinstance(entry.fields.get("requests"), list) and "id" in entry,
     trajectories=_trajectories,
 )
