@@ -14,14 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.evaluation.setting import Setting
-from libra.config.recipe import load_recipe
-from libra.cost.sources.profiles import engine_profiles
+from libra import Planner, engine_profiles, load_model, load_recipe
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
-from libra.hardware.model_file import load_model
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.model.solve import solve
 from libra.plan.options.price import infeasibility
-from libra.plan.planner import Planner
 from libra.plan.problem import InfeasiblePlanError, Problem, TrainingOption
 from libra.trajectory import Trajectory, read_workload
 

@@ -27,12 +27,9 @@ from statistics import median
 
 from benchmarks.command import apart, command_line, peak_mib, processor_seconds, show
 from benchmarks.rows import Row, at_most, below
-from libra.config.recipe import Recipe
+from libra import LengthTracker, Plan, Recipe, load_model
 from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
-from libra.hardware.model_file import load_model
-from libra.lengths import LengthTracker
-from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner
 from libra.trajectory import Trajectory, Turn, write_trajectories
 

@@ -25,21 +25,24 @@ from benchmarks.evaluation.oracle import Oracle
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.rollout_price_cases import TESTED, make_case
 from benchmarks.rows import Row
-from libra.config.recipe import Recipe
+from libra import (
+    Cluster,
+    ModelSpec,
+    Plan,
+    Planner,
+    Recipe,
+    Resampled,
+    System,
+    Trajectory,
+    load_model,
+    metrics_of,
+    read_trajectories,
+    simulate_posttraining,
+)
 from libra.cost.grid import EngineProfile
-from libra.hardware.cluster import Cluster
-from libra.hardware.model import ModelSpec
-from libra.hardware.model_file import load_model
-from libra.plan.plan import Plan
-from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import simulate_plan, teach
-from libra.sim.outcome.metrics import metrics_of
-from libra.sim.training_run.episodes import Resampled
-from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.system import System
-from libra.trajectory import Trajectory, read_trajectories
 
 OURS, ORACLE, LEAST_LOADED = "cmlfq", "oracle", "least-loaded"
 MOST = 1.01  # of least-loaded's time that `OURS` may take

@@ -29,11 +29,9 @@ import numpy as np
 
 from benchmarks.command import command_line, processor_seconds, show
 from benchmarks.rows import Row, at_least, at_most
-from libra.config.recipe import Recipe
-from libra.cost.sources.profiles import engine_profiles
+from libra import Recipe, engine_profiles, load_model, read_requests
 from libra.cost.sources.tables import _configuration
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
-from libra.hardware.model_file import load_model
 from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.serving.ladder import highest_rate
 from libra.serving.menu import MenuFile, ServingMenu
@@ -43,7 +41,6 @@ from libra.serving.question import SizingQuestion
 from libra.serving.search import answer
 from libra.serving.trial import trial
 from libra.sim.clock import ticks
-from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
 
 MODEL = "Qwen/Qwen3-14B"

@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.workloads.drifting_tasks import Around
+from libra import Plan, Planner, Replanner, Trajectory
 from libra.cost.device import SwitchCost
-from libra.plan.plan import Plan
-from libra.plan.planner import Planner
-from libra.plan.replanner import Replanner
 from libra.route.bucket import Bucketed
 from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
 from libra.route.service_cost import TOKEN_SECONDS
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.system import Moment
-from libra.trajectory import Trajectory
 
 Known = Mapping[str, Trajectory] | Callable[[str], Trajectory]
 

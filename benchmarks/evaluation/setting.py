@@ -14,16 +14,10 @@ from typing import Any
 
 from benchmarks.workloads.definition import FILES, read
 from benchmarks.workloads.drifting_tasks import Around
-from libra.config.recipe import Recipe
+from libra import LengthTracker, ModelSpec, Planner, Recipe, Trajectory, engine_profiles, load_model
 from libra.cost.grid import EngineProfile
-from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
-from libra.hardware.model import ModelSpec
-from libra.hardware.model_file import load_model
-from libra.lengths import LengthTracker
-from libra.plan.planner import Planner
 from libra.sim.training_run.episodes import Episodes
-from libra.trajectory import Trajectory
 
 GPUS_OF_NODE = 8
 _INTER = 200e9 / 8  # bytes/s of a node: 200 Gb/s, as in Libra (arXiv 2606.03077)

@@ -72,14 +72,7 @@ class Setting:
             sharding="none" if processes == 1 else "fsdp2",
         )
         return start_order(
-            model,
-            training,
-            learning_rate=1e-3,
-            precision=self.precision,
-            seed=0,
-            share=share,
-            link=link,
-            hashed=True,
+            model, training, learning_rate=1e-3, precision=self.precision, seed=0, share=share, link=link, hashed=True
         )
 
     def engine_order(self, model: Path, ready: Ready, link: WorkerLink, share: float) -> StartEngine:

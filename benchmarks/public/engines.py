@@ -17,16 +17,11 @@ from typing import Any
 import yaml
 
 from benchmarks.public.case import CaseGroup, PublicCase
+from libra import Replay, load_engines, load_model, metrics_of, read_trajectories, simulate
 from libra.config.yaml_file import ConfigError
 from libra.cost.engine_memory import Profiling, held_bytes
 from libra.cost.quantization import Quantization
-from libra.hardware.model_file import load_model
 from libra.sim.deployment import Deployment
-from libra.sim.engines_file import load_engines
-from libra.sim.outcome.metrics import metrics_of
-from libra.sim.simulate import simulate
-from libra.sim.workload.replay import Replay
-from libra.trajectory import read_trajectories
 
 _KNOWN: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8"))
 LARGEST, MEAN = 0.10, 0.04  # error of a case of memory, and of all in the mean
