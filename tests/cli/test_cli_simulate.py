@@ -274,7 +274,7 @@ def test_a_router_without_evidence_is_pointed_out(plans: dict[str, Path]) -> Non
     published = ("simulate", plans["slots"], "-t", LOG, "--route", "cmlfq-published")
     cold, warm = libra(*published), libra(*published, "--learn-from", LOG)
     assert "without evidence" not in libra("simulate", plans["slots"], "-t", LOG).stdout
-    assert "cmlfq-published begins without evidence" in cold.stdout
+    assert "cmlfq-published starts without evidence" in cold.stdout
     assert warm.exit_code == 0
     assert "without evidence" not in warm.stdout
 
