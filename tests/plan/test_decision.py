@@ -177,7 +177,7 @@ def test_a_gain_has_to_exceed_what_corrected_prices_may_be_wrong_by(
     assert found.doubt == found.price_error
     assert found.current == bias.corrected(price(problem, SLOW))
     assert found.proposed == bias.corrected(price(problem, FAST))
-    assert taken or "s by which prices are" in found.reason
+    assert taken or "s of uncertainty in prices" in found.reason
 
 
 def test_the_errors_of_work_and_of_prices_add_up_as_independent_ones() -> None:
