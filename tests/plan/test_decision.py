@@ -61,7 +61,16 @@ TABLE = [
     ("pays", SLOW, FAST, 6.0, 0.1, 7.9, True, "saves 1.333 s of 4 s a step, 8 s over 6 steps, more than the 7.9 s"),
     ("exactly pays back: no", SLOW, FAST, 6.0, 0.1, 8.0 + 1e-9, False, "8 s over 6 steps, not more than the 8 s"),
     ("too short a horizon", SLOW, FAST, 5.0, 0.1, 7.9, False, "6.667 s over 5 steps, not more than the 7.9 s it costs"),
-    ("within uncertainty", SLOW, FAST, 100.0, 0.34, 0.0, False, "not more than the 1.36 s by which the tracked work"),
+    (
+        "within uncertainty",
+        SLOW,
+        FAST,
+        100.0,
+        0.34,
+        0.0,
+        False,
+        "not more than the 1.36 s of uncertainty in the tracked work",
+    ),
     ("free but slower", FAST, SLOW, 100.0, 0.0, 0.0, False, "takes 1.333 s longer than 2.667 s"),
     ("the same", FAST, FAST, 100.0, 0.0, 0.0, False, "the current allocation is optimal"),
 ]

@@ -164,7 +164,7 @@ def test_another_cluster_or_recipe_is_planned_as_if_asked_for_at_once() -> None:
 
 
 def test_a_machine_and_nodes_without_a_profile_are_not_assumed() -> None:
-    with pytest.raises(ValueError, match="the plan of a run on one machine; change the run's configuration"):
+    with pytest.raises(ValueError, match="the plan is for a run on one machine: change the run's configuration"):
         assume_otherwise(make_plan(small_request.REQUEST), CLUSTER, RECIPE)
     (nodes,) = CLUSTER.nodes
     other = Cluster((*CLUSTER.nodes, replace(nodes, name="others")))
