@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import resource
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+
+from benchmarks.rows import Row, report
 
 _QUIET = 0.05  # share of the machine that others may use while a benchmark measures it
 
@@ -29,6 +32,17 @@ def command_line(name: str, about: str | None, *, quick: str | None = None) -> a
         parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     return parser
+
+
+def show(
+    parser: argparse.ArgumentParser, rows: Callable[[argparse.Namespace], Iterable[Row]], *, judged: bool = False
+) -> None:
+    """Print and keep the rows of the options that this process was started with. A `judged` benchmark ends with status
+    1 where a goal is not met; another one leaves that to its rows."""
+    options = parser.parse_args()
+    found = list(rows(options))
+    report(found, options.json)
+    sys.exit(int(judged and any(row.met is False for row in found)))
 
 
 @contextmanager

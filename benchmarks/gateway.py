@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import random
 import resource
 import sys
@@ -37,7 +36,7 @@ import yaml
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
 from benchmarks.command import command_line
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row, below, report
 from benchmarks.soak.attack.servers import LONGEST, Server, emulate, started
 
 MEDIAN_GOAL, P99_GOAL = 5.0, 25.0  # ms
@@ -106,20 +105,19 @@ def measured(size: Size) -> list[Row]:
             load = loads[name] = _phase(Path(folder), size, name == "through")
             rows += [Row(case, f"{name}: {metric}", value, unit) for metric, value, unit in _found(load)]
     direct, through, again = loads.values()
-
-    def promise(metric: str, value: float, unit: str, least: float = -math.inf, below: float = math.inf) -> None:
-        goal = f"below {below:g} {unit}" if below < math.inf else f"{least:g} or more"
-        rows.append(Row(case, metric, value, unit, goal, least <= value < below))
-
     for what, share, most in (("median", 0.5, MEDIAN_GOAL), ("P99", _TAIL, P99_GOAL)):
         beside = max(_quantile(direct.added, share), _quantile(again.added, share))
-        promise(f"router adds, {what}", 1e3 * (_quantile(through.added, share) - beside), "ms", below=most)
-    promise("turns through the router, over those directly", _rate(through) / _rate(direct), "", least=0.95)
-    promise("the client's event loop is late, P99", 1e3 * _quantile(through.late, _TAIL), "ms", below=P99_GOAL / 2)
-    promise("the client is busy", through.cpu["client"] / through.span, "of a core", below=0.7)
-    longest = max(pause for load in loads.values() for _, pause in _pauses(load))
-    promise("longest pause of any process", 1e3 * longest, "ms", below=1e3 * (1 - _TAIL) * size.seconds)
-    return rows
+        adds = 1e3 * (_quantile(through.added, share) - beside)
+        rows.append(below(case, f"router adds, {what}", adds, "ms", most))
+    turns, longest = _rate(through) / _rate(direct), max(it for load in loads.values() for _, it in _pauses(load))
+    late = 1e3 * _quantile(through.late, _TAIL)
+    return [
+        *rows,
+        Row(case, "turns through the router, over those directly", turns, "", "0.95 or more", turns >= 0.95),
+        below(case, "the client's event loop is late, P99", late, "ms", P99_GOAL / 2),
+        below(case, "the client is busy", through.cpu["client"] / through.span, "of a core", 0.7),
+        below(case, "longest pause of any process", 1e3 * longest, "ms", 1e3 * (1 - _TAIL) * size.seconds),
+    ]
 
 
 def _found(load: Load) -> list[tuple[str, float, str]]:
@@ -256,13 +254,8 @@ class _Client:
             for turn in range(_TURNS):
                 libra = {"trajectory": id, "prompt": str(number)}
                 told = libra | ({"tool": {"name": "t", "status": "ok"}} if turn else {})
-                body = {
-                    "prompt": prompt,
-                    "max_tokens": drawn.randint(*self.tokens),
-                    "return_token_ids": True,
-                    "libra": told,
-                }
-                answer = await self._turn(f"{address}/completions", body)
+                body = {"prompt": prompt, "max_tokens": drawn.randint(*self.tokens), "return_token_ids": True}
+                answer = await self._turn(f"{address}/completions", {**body, "libra": told})
                 if answer is None:
                     break
                 prompt = [*prompt, *answer, *[turn] * _RETURNED]

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +32,14 @@ from statistics import median
 
 import psutil
 
-from benchmarks.command import command_line, quiet_machine
-from benchmarks.rows import Row, at_most, report
+from benchmarks.command import command_line, quiet_machine, show
+from benchmarks.gpu.setting import generated, lost, sample
+from benchmarks.rows import Row, at_most
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.tiny_model import write_tiny_model
-from libra.backends.transport.trainer_messages import Sample, StartTrainer
+from libra.backends.transport.trainer_messages import StartTrainer
 from libra.config.run import ModelConfig
 
 WORST, MEDIAN = 0.05, 0.01  # relative; a step during a join may be this much slower
@@ -74,17 +75,13 @@ class Measured:
     relay: float | None = None  # mean seconds of processor time of a relay
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("joins", __doc__, quick="a tiny model and few joins: a first look, not a verdict")
-    parser.add_argument("--remote", action="store_true", help="the joiner reads the core over TCP, as on another node")
-    options = parser.parse_args(arguments)
+def rows(options: Namespace) -> list[Row]:
     cores = sorted(os.sched_getaffinity(0))
     with quiet_machine(), tempfile.TemporaryDirectory() as directory:
         measured = asyncio.run(measure(QUICK if options.quick else FULL, Path(directory), cores, options.remote))
-        report(rows_of(measured), options.json)
     if len(cores) < 2:
         print("the machine has one core: the joiner takes the core's time, so only its processor time says something")
-    return 0
+    return rows_of(measured)
 
 
 async def measure(size: Size, directory: Path, cores: Sequence[int], remote: bool) -> Measured:
@@ -143,27 +140,20 @@ class _Stepper:
     def __init__(self, trainers: Trainers, core: int, samples: int) -> None:
         self.trainers = trainers
         self._core = core
-        self._batch = [_sample(number) for number in range(samples)]
+        self._batch = [sample(number, 64, 14) for number in range(samples)]
         self._version = 0
         self.replicas = 0  # that made the last step
 
     async def step(self) -> Step:
         self._version += 1
         wall, processor = time.monotonic(), _processor_seconds(self._core)
-        tokens = sum(sum(sample.generated) for sample in self._batch)
-        result = await self.trainers.step(self._version, self._batch, len(self._batch), tokens)
+        result = await self.trainers.step(self._version, self._batch, len(self._batch), generated(self._batch))
         self.replicas = result.replicas
         return Step(time.monotonic() - wall, _processor_seconds(self._core) - processor)
 
 
-def _sample(number: int) -> Sample:
-    tokens = [4 + (7 * number + 3 * place) % 14 for place in range(64)]
-    own = [place >= 16 for place in range(64)]
-    return Sample(str(number), tokens, own, [-2.5] * 64, [0] * 64, 1.0 if number % 2 else -1.0)
-
-
 async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> Handle:
-    worker = Handle(await launcher.spawn(name, 0), _raise_lost)
+    worker = Handle(await launcher.spawn(name, 0), lost)
     await worker.start(
         StartTrainer(
             model_directory=str(model),
@@ -182,10 +172,6 @@ async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> 
     return worker
 
 
-def _raise_lost(name: str, why: str) -> None:
-    raise RuntimeError(f"worker {name} is lost: {why}")
-
-
 def _children_seconds(process: int) -> float:
     """Processor time of the children that another process has seen end."""
     times = psutil.Process(process).cpu_times()
@@ -198,4 +184,6 @@ def _processor_seconds(process: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("joins", __doc__, quick="a tiny model and few joins: a first look, not a verdict")
+    parser.add_argument("--remote", action="store_true", help="the joiner reads the core over TCP, as on another node")
+    show(parser, rows)

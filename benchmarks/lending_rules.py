@@ -12,16 +12,17 @@ the rollout engine those of an 8B model with 32 turns always under way.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command import command_line
-from benchmarks.rows import Row, at_least, none, report
+from benchmarks.command import command_line, show
+from benchmarks.rows import Row, at_least, none
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
@@ -55,17 +56,9 @@ _GOAL_SHARE = 0.75  # of a GPU of its own
 RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("lending_rules", __doc__)
-    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
-    parser.add_argument("--rate", type=float, default=0.5, help="times the rate of the trace (default: 0.5)")
-    options = parser.parse_args(arguments)
-    report(measured(options.traffic, options.rate), options.json)
-    return 0
-
-
-def measured(traffic: Path, rate: float) -> list[Row]:
-    """Rows of all rules."""
+def rows(options: Namespace) -> Iterator[Row]:
+    """Of the certificate, of rollout alone, and of all rules."""
+    traffic, rate = options.traffic, options.rate
     requests = tuple(read_requests(traffic))
     middle = (requests[0].arrival + requests[-1].arrival) // 2
     first, second = ([it for it in requests if (it.arrival > middle) is late] for late in (False, True))
@@ -76,11 +69,9 @@ def measured(traffic: Path, rate: float) -> list[Row]:
     )
     (certificate,) = certify(trained, [USE], sorted({*_LOADS, rate}))
     own = _tokens_a_second_alone()
-    rows = [
-        Row("certificate", "largest load", certificate.rate, "requests/s"),
-        Row("certificate", "lent at that load", certificate.harvest[-1].share, "of the time"),
-        Row("rollout on a GPU of its own", "generates", own, "tokens/s"),
-    ]
+    yield Row("certificate", "largest load", certificate.rate, "requests/s")
+    yield Row("certificate", "lent at that load", certificate.harvest[-1].share, "of the time")
+    yield Row("rollout on a GPU of its own", "generates", own, "tokens/s")
     alone = held.alone(rate)
     met = {it.number for it in alone} - misses(alone, SLO.ttft, SLO.tpot).any
     for name, rule, use in _rules(certificate):
@@ -89,39 +80,29 @@ def measured(traffic: Path, rate: float) -> list[Row]:
         device = SharedDevice(SERVING, rule(), borrower, pace=ticks(SLO.pace(use)), prompt=held.prompt)
         outcome = device.run(held.arrivals(rate).start())
         spent = time.process_time() - began
-        rows += _rows(name, outcome, borrower.generated / seconds(outcome.end) / own, met, spent)
-    return rows
+        yield from _rows(name, outcome, borrower.generated / seconds(outcome.end) / own, met, spent)
 
 
 def _rules(certificate: Certificate) -> list[tuple[str, Callable[[], SharingRule], float]]:
     longest = ticks(LONGEST)
+    gate, envelope = partial(Gate, longest, 1), certificate.envelope
     return [
         ("serving alone", NoLending, 1.0),
         ("serve first", lambda: ServeFirst(longest), 1.0),
         ("a step each", lambda: Alternate(longest), 1.0),
         ("positive slack, as ROSE", lambda: PositiveSlack(longest, ticks(USE * SLO.ttft)), USE),
-        ("gate", lambda: Gate(longest, 1), USE),
-        (
-            "gate inside its envelope",
-            lambda: WatchedRule(Gate(longest, 1), certificate.envelope, Recall(RECALL), float(TICKS)),
-            USE,
-        ),
+        ("gate", gate, USE),
+        ("gate inside its envelope", lambda: WatchedRule(gate(), envelope, Recall(RECALL), float(TICKS)), USE),
     ]
 
 
-def _rows(name: str, outcome: DeviceOutcome, of_own: float, met: set[int], spent: float) -> list[Row]:
-    missed = misses(outcome.requests, SLO.ttft, SLO.tpot).any
-    ours, blamed = (
-        name == "gate inside its envelope",
-        (name, "attributable misses", len(missed & met), f"of {len(met)}"),
-    )
-    return [
-        Row(name, "serving computes", outcome.serving / outcome.end, "of the time"),
-        Row(name, "lent", outcome.lent_share, "of the time"),
-        at_least(name, "rollout over a GPU of its own", of_own, "x", _GOAL_SHARE if ours else None),
-        none(*blamed) if ours else Row(*blamed),
-        Row(name, "CPU time", spent, "s"),
-    ]
+def _rows(name: str, outcome: DeviceOutcome, of_own: float, met: set[int], spent: float) -> Iterator[Row]:
+    missed, ours = misses(outcome.requests, SLO.ttft, SLO.tpot).any, name == "gate inside its envelope"
+    yield Row(name, "serving computes", outcome.serving / outcome.end, "of the time")
+    yield Row(name, "lent", outcome.lent_share, "of the time")
+    yield at_least(name, "rollout over a GPU of its own", of_own, "x", _GOAL_SHARE if ours else None)
+    yield (none if ours else Row)(name, "attributable misses", len(missed & met), f"of {len(met)}")
+    yield Row(name, "CPU time", spent, "s")
 
 
 def make_turns() -> Callable[[int, int], Request]:
@@ -137,4 +118,7 @@ def _tokens_a_second_alone() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("lending_rules", __doc__)
+    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
+    parser.add_argument("--rate", type=float, default=0.5, help="times the rate of the trace (default: 0.5)")
+    show(parser, rows)

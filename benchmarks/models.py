@@ -11,13 +11,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command_line
-from benchmarks.rows import Row, never, report
+import yaml
+
+from benchmarks.command import command_line, show
+from benchmarks.rows import Row, never
 from libra.config.yaml_file import ConfigError
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
@@ -27,73 +30,7 @@ LARGEST = 0.005  # error of parameters, as a share
 READ = 85  # of the 89 configurations of the package
 _CONTEXT = 32_768  # tokens of the sequence whose KV is printed, with 16 bits a number
 
-# Totals in billions (T: trillions), meant as published: by the safetensors index of the checkpoint where there are four
-# digits or more, else by the model card, with its digits. They were not looked up again for this list; Transformers'
-# own class (`--oracle`) is the check wherever it exists. MTP layers are not part of them. Keys begin the names of
-# files; of those that do, the longest counts.
-PUBLISHED: dict[str, str] = {
-    "MiniMax-M2": "228.7",
-    "Qwen3-0.6B": "0.5960",
-    "Qwen3-1.7B": "1.7206",
-    "Qwen3-4B": "4.0225",
-    "Qwen3-8B": "8.1907",
-    "Qwen3-32B": "32.762",
-    "Qwen3-235B": "235.09",
-    "Qwen3-30B": "30.532",
-    "Qwen3-Coder-480B": "480.15",
-    "Qwen3-Next-80B": "80",
-    "Qwen3-VL-2B": "2.1275",
-    "Qwen3-VL-4B": "4.4378",
-    "Qwen3-VL-8B": "8.7671",
-    "Qwen3-VL-32B": "33",
-    "Qwen3-VL-30B": "31.07",
-    "Qwen3-VL-235B": "236",
-    "Qwen3.5-122B": "122",
-    "Qwen3.5-27B": "27",
-    "Qwen3.5-35B": "35",
-    "Qwen3.5-397B": "397",
-    "Qwen3.6-27B": "27",
-    "Qwen3.6-35B": "35",
-    "Qwen2.5-7B": "7.6156",
-    "Qwen2-57B": "57.409",
-    "MiMo-V2-Flash": "309",
-    "DeepSeek-R1": "671",
-    "DeepSeek-V3": "671",
-    "DeepSeek-V4-Flash": "284",
-    "DeepSeek-V4-Pro": "1.6T",
-    "gemma-4-26B": "26",
-    "Gemma-4-26B": "26",
-    "Gemma-4-31B": "31",
-    "Llama-4-Maverick": "401.58",
-    "Llama-4-Scout": "108.64",
-    "Meta-Llama-3.1-405B": "405.85",
-    "Meta-Llama-3.1-70B": "70.554",
-    "Llama-3.1-70B": "70.554",
-    "Meta-Llama-3.1-8B": "8.0303",
-    "Mixtral-8x22B": "140.62",
-    "Mixtral-8x7B": "46.703",
-    "Kimi-K2": "1026.4",
-    "Kimi-K2.": "1T",
-    "Kimi-K3": "2.8T",
-    "GLM-5": "744",
-    "GLM-4.5-Air": "106.85",
-    "GLM-4.6": "352.80",
-    "Llama-3_3-Nemotron-Super-49B": "49.867",
-    "NVIDIA-Nemotron-3-Nano-30B": "31.6",
-    "NVIDIA-Nemotron-3-Super-120B": "120.6",
-    "NVIDIA-Nemotron-3-Ultra-550B": "550",
-    "Nemotron-H-56B": "56",
-    "gpt-oss-120b": "116.83",
-    "gpt-oss-20b": "20.91",
-    "Step-3.7-Flash": "196",
-    "Mistral-7B": "7.2417",
-    "Mistral-Nemo": "12.248",
-    "Mistral-Small-3.2": "24.01",
-    "Moonlight-16B": "15.96",
-    "Phi-4": "14.660",
-    "Seed-OSS-36B": "36.151",
-    "vicuna-7b": "6.7384",
-}
+PUBLISHED: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +97,7 @@ def read_folder(folder: Path, only: str = "", oracle: bool = False) -> Iterator[
         yield Read(name, family, model, made=made_parameters(data, name) if oracle else None)
 
 
-# Files of the package that Transformers' class does not take as they are.
-_NOT_MADE = {
-    "stepfun-ai--Step-3.7-Flash": "a flat file of a wrapped class",
-    "stepfun-ai--Step-3.7-Flash-FP8": "a flat file of a wrapped class",
-}
+_NOT_MADE = "stepfun-ai--Step-3.7-Flash"  # flat files of a wrapped class, which Transformers' class does not take
 
 
 def made_parameters(data: dict[str, Any], name: str = "") -> int | None:
@@ -177,7 +110,7 @@ def made_parameters(data: dict[str, Any], name: str = "") -> int | None:
     inner = given.get("text_config")
     if isinstance(inner, dict):
         given["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
-    if name in _NOT_MADE:
+    if name.startswith(_NOT_MADE):
         return None
     try:
         config = AutoConfig.for_model(kind, **given)
@@ -193,24 +126,7 @@ def made_parameters(data: dict[str, Any], name: str = "") -> int | None:
     return sum(int(parameter.numel()) for parameter in model.parameters() if parameter.requires_grad)
 
 
-def main() -> None:
-    parser = command_line("models", __doc__)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of more configurations")
-    parser.add_argument("--oracle", action="store_true", help="make each model on the meta device")
-    parser.add_argument("--only", default="", help="only files with this text in their name")
-    given = parser.parse_args()
-    told: list[Row] = []
-    for title, folder in (("aiconfigurator_core", package_folder()), ("data", given.data)):
-        if folder is None or not folder.is_dir():
-            print(f"{title}: skipped, it is not there")
-            continue
-        found = list(read_folder(folder, given.only, given.oracle))
-        told += rows(title, found)
-        told += summary(title, found, READ if title == "aiconfigurator_core" and not given.only else None)
-    report(told, given.json)
-
-
-def rows(title: str, found: list[Read]) -> Iterator[Row]:
+def read_rows(title: str, found: list[Read]) -> Iterator[Row]:
     """Parameters of each configuration, beside the published total and those of the class."""
     for it in found:
         if it.model is None:
@@ -222,21 +138,35 @@ def rows(title: str, found: list[Read]) -> Iterator[Row]:
         yield Row(f"{title}: {it.name}", "parameters", it.model.parameters / 1e9, "billions", note=note)
 
 
-def summary(title: str, found: list[Read], least: int | None) -> list[Row]:
+def summary(title: str, found: list[Read], least: int | None) -> Iterator[Row]:
     read = [it for it in found if it.model is not None]
     errors = [abs(it.error) for it in read if it.error is not None]
     made = [it.exact for it in read if it.exact is not None]
     goal, met = (None, None) if least is None else (f"at least {least}", len(read) >= least)
     refused = [f"{it.name}: {it.why}" for it in found if it.model is None]
-    rows = [Row(title, "read", len(read), f"of {len(found)}", goal, met, "; ".join(refused))]
+    yield Row(title, "read", len(read), f"of {len(found)}", goal, met, "; ".join(refused))
     if made:
-        rows.append(Row(title, "equal to Transformers' class", sum(made), f"of {len(made)}", "all", all(made)))
+        yield Row(title, "equal to Transformers' class", sum(made), f"of {len(made)}", "all", all(made))
     if errors:
-        rows.append(Row(title, "largest error beside published totals", 100 * max(errors), "%"))
-        rows.append(Row(title, "mean of these errors", 100 * math.fsum(errors) / len(errors), "%"))
+        yield Row(title, "largest error beside published totals", 100 * max(errors), "%")
+        yield Row(title, "mean of these errors", 100 * math.fsum(errors) / len(errors), "%")
     wrong = (it.name for it in read if not it.met)
-    return [*rows, never(title, "neither equal nor within 0.5 % or rounding", wrong, f"{len(read)} files")]
+    yield never(title, "neither equal nor within 0.5 % or rounding", wrong, f"{len(read)} files")
+
+
+def rows(options: Namespace) -> Iterator[Row]:
+    for title, folder in (("aiconfigurator_core", package_folder()), ("data", options.data)):
+        if folder is None or not folder.is_dir():
+            print(f"{title}: skipped, it is not there")
+            continue
+        found = list(read_folder(folder, options.only, options.oracle))
+        yield from read_rows(title, found)
+        yield from summary(title, found, READ if title == "aiconfigurator_core" and not options.only else None)
 
 
 if __name__ == "__main__":
-    main()
+    parser = command_line("models", __doc__)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of more configurations")
+    parser.add_argument("--oracle", action="store_true", help="make each model on the meta device")
+    parser.add_argument("--only", default="", help="only files with this text in their name")
+    show(parser, rows)

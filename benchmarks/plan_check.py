@@ -22,11 +22,9 @@ from statistics import fmean
 from time import process_time
 
 from benchmarks.command import command_line
-from benchmarks.plan_check_questions import questions
-from benchmarks.plan_check_rivals import rivals
+from benchmarks.plan_check_questions import questions, rivals
 from benchmarks.rows import Row, report
-from libra.choose.choice import choose_plan
-from libra.choose.effort import Effort
+from libra import Effort, Trajectory, choose_plan
 from libra.choose.intervals import mean_and_error
 from libra.choose.rehearsal import Rehearsals
 from libra.plan.allocation import Allocation
@@ -34,7 +32,6 @@ from libra.plan.options.price import solution
 from libra.plan.plan import Plan, answer
 from libra.route.catalogue import policy_named
 from libra.sim.of_plan import teach
-from libra.trajectory import Trajectory
 
 ROUTERS = ("cmlfq", "least-loaded", "sticky")
 FIRST_SEED = 7_000  # those of the planner are below

@@ -19,19 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.command import apart, command_line, peak_mib, processor_seconds
-from benchmarks.rows import Row, at_most, below, report
-from libra.config.recipe import Recipe
+from benchmarks.command import apart, command_line, peak_mib, processor_seconds, show
+from benchmarks.rows import Row, at_most, below
+from libra import LengthTracker, Plan, Recipe, load_model
 from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
-from libra.hardware.model_file import load_model
-from libra.lengths import LengthTracker
-from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner
 from libra.trajectory import Trajectory, Turn, write_trajectories
 
@@ -74,17 +72,11 @@ class Measured:
     peak_mib: float
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = command_line("planning", __doc__, quick="few plans a case: a first look, not a verdict").parse_args(
-        arguments
-    )
+def rows(options: Namespace) -> Iterator[Row]:
     plans = 3 if options.quick else 10
-    rows: list[Row] = []
     for case in CASES:
-        rows += rows_of(case, apart(measure, case, plans))
-    rows.append(_cold_start_row(plans))
-    report(rows, options.json)
-    return 0
+        yield from rows_of(case, apart(measure, case, plans))
+    yield _cold_start_row(plans)
 
 
 def measure(case: Case, plans: int) -> Measured:
@@ -160,4 +152,4 @@ def _cold_start_row(plans: int) -> Row:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    show(command_line("planning", __doc__, quick="few plans a case: a first look, not a verdict"), rows)

@@ -8,9 +8,9 @@ both alike. A group's time is that of its slowest replica, from a barrier on.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from benchmarks.command import command_line, processor_seconds, quiet_machine
-from benchmarks.rows import Row, at_most, report
+from benchmarks.command import command_line, processor_seconds, quiet_machine, show
+from benchmarks.rows import Row, at_most
 from libra.backends.grpo.rendezvous import RendezvousServer, RendezvousStore
 
 HOST, SECRET, PATIENCE = "127.0.0.1", "a secret of this benchmark", timedelta(seconds=30)
@@ -67,7 +67,7 @@ def _form(store: Store, rank: int, size: int) -> ProcessGroupGloo:
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def rows(size: int, rounds: int) -> Iterator[Row]:
+def compared(size: int, rounds: int) -> Iterator[Row]:
     """Compare both stores with `size` replicas over `rounds` groups."""
     context = get_context("spawn")
     start, sent, ports = context.Barrier(size), context.Queue(), context.Queue()
@@ -91,14 +91,11 @@ def rows(size: int, rounds: int) -> Iterator[Row]:
         yield at_most(case, f"median ratio of pairs: {metric}", ratio, "", SLOWER)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("rendezvous", __doc__, quick="20 groups of each size")
-    given = parser.parse_args(arguments)
+def rows(options: Namespace) -> Iterator[Row]:
     with quiet_machine():
-        found = [row for size in (2, 4, 8) for row in rows(size, 20 if given.quick else 200)]
-    report(found, given.json)
-    return int(any(row.met is False for row in found))
+        for size in (2, 4, 8):
+            yield from compared(size, 20 if options.quick else 200)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    show(command_line("rendezvous", __doc__, quick="20 groups of each size"), rows, judged=True)

@@ -16,32 +16,34 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluation.oracle import Oracle
+from libra import (
+    InfeasiblePlanError,
+    ModelSpec,
+    Planner,
+    Recipe,
+    Replay,
+    System,
+    engine_profiles,
+    load_model,
+    simulate_posttraining,
+)
 from libra.choose.recall import with_recall
-from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
-from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
-from libra.hardware.model import ModelSpec
-from libra.hardware.model_file import load_model
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.menu import Menu
 from libra.plan.plan import Plan, answer
-from libra.plan.planner import Planner
-from libra.plan.problem import InfeasiblePlanError
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import seconds
 from libra.sim.cluster import SimCluster
 from libra.sim.of_plan import teach
 from libra.sim.planned_engines import planned_engines
-from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedStep
-from libra.sim.training_run.system import System
 from libra.sim.workload.distributions import Constant, LogNormal, LongTail, Uniform
 from libra.sim.workload.generated import Agent, Tool, agent_trajectories
-from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, read_trajectories, truncate
 
 # Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
@@ -87,12 +89,7 @@ class Case:
 
 
 def make_case(
-    family: str,
-    seed: int,
-    staleness: int = 0,
-    *,
-    gpus: tuple[str, ...] = GPU_KINDS,
-    samples: tuple[int, ...] = SAMPLES,
+    family: str, seed: int, staleness: int = 0, *, gpus: tuple[str, ...] = GPU_KINDS, samples: tuple[int, ...] = SAMPLES
 ) -> Case:
     """Cluster, model and recipe are drawn from the seed, and so are the family's parameters; staleness is not."""
     draw = random.Random(f"{family} {seed}")

@@ -35,7 +35,7 @@ import yaml
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from benchmarks.command import command_line
-from benchmarks.evaluation.engines import a800_nodes, profiles_of
+from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.routing_plans import SEARCH, Question, batch_seconds, halves, question
 from benchmarks.rows import Row, report
 from benchmarks.soak.attack.servers import answering, started, wait_until_healthy

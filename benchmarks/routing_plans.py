@@ -13,33 +13,36 @@ they are not in the folder `LIBRA_DATA`.
 from __future__ import annotations
 
 import os
-import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command import command_line
-from benchmarks.evaluation.engines import a800_nodes, profiles_of
+from benchmarks.command import command_line, show
 from benchmarks.evaluation.oracle import Oracle
+from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.rollout_price_cases import TESTED, make_case
-from benchmarks.rows import Row, report
-from libra.config.recipe import Recipe
+from benchmarks.rows import Row
+from libra import (
+    Cluster,
+    ModelSpec,
+    Plan,
+    Planner,
+    Recipe,
+    Resampled,
+    System,
+    Trajectory,
+    load_model,
+    metrics_of,
+    read_trajectories,
+    simulate_posttraining,
+)
 from libra.cost.grid import EngineProfile
-from libra.hardware.cluster import Cluster
-from libra.hardware.model import ModelSpec
-from libra.hardware.model_file import load_model
-from libra.plan.plan import Plan
-from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import simulate_plan, teach
-from libra.sim.outcome.metrics import metrics_of
-from libra.sim.training_run.episodes import Resampled
-from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.system import System
-from libra.trajectory import Trajectory, read_trajectories
 
 OURS, ORACLE, LEAST_LOADED = "cmlfq", "oracle", "least-loaded"
 MOST = 1.01  # of least-loaded's time that `OURS` may take
@@ -204,30 +207,24 @@ def ratios(
     }
 
 
-def rows_of(asked: Question, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    rows = []
+def rows_of(asked: Question, found: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
     for measure, its in found.items():
-        rows.append(Row(asked.name, f"{measure}: {LEAST_LOADED}", its[LEAST_LOADED], "s"))
+        yield Row(asked.name, f"{measure}: {LEAST_LOADED}", its[LEAST_LOADED], "s")
         for route in (OURS, ORACLE):
             goal = (f"at most {MOST}", its[route] <= MOST) if route == OURS else (None, None)
-            rows.append(Row(asked.name, f"{measure}: {route} / {LEAST_LOADED}", its[route], "x", *goal))
-    return rows
+            yield Row(asked.name, f"{measure}: {route} / {LEAST_LOADED}", its[route], "x", *goal)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def rows(options: Namespace) -> Iterator[Row]:
+    first = options.first_seed
+    seeds = range(first, first + (1 if options.quick else options.seeds))
+    for asked in questions(first, () if options.quick else TESTED):
+        yield from rows_of(asked, ratios(asked, seeds, options.runs))
+
+
+if __name__ == "__main__":
     parser = command_line("routing_plans", __doc__, quick="logs of agents only, one seed")
     parser.add_argument("--runs", action="store_true", help="simulate post-training runs, too")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="of logs, halves and draws (default: 0)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="draws of each question (default: 3)")
-    options = parser.parse_args(arguments)
-    first = options.first_seed
-    seeds = range(first, first + (1 if options.quick else options.seeds))
-    rows: list[Row] = []
-    for asked in questions(first, () if options.quick else TESTED):
-        rows += rows_of(asked, ratios(asked, seeds, options.runs))
-    report(rows, options.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    show(parser, rows)

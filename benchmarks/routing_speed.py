@@ -15,15 +15,15 @@ are 1,000 at a time, with one system prompt and 8 turns each; all that finding t
 
 from __future__ import annotations
 
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from benchmarks.command import command_line
-from benchmarks.rows import Row, report
+from benchmarks.command import command_line, show
+from benchmarks.rows import Row
 from libra.live.session_router import SessionRouter
 from libra.route.catalogue import policy_named
 from libra.route.policy import Fleet, InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
@@ -48,17 +48,12 @@ _GATEWAY_ENGINES = (16, 512)
 _FOUND_TURNS, _ANSWER, _RETURNED = 8, 400, 100  # turns of a session, tokens of an answer and of a tool return
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("routing_speed", __doc__, quick="little history and few instances: a first look")
-    options = parser.parse_args(arguments)
+def rows(options: Namespace) -> Iterator[Row]:
     seen, fleets = (2_000, (10,)) if options.quick else (100_000, (10, 1_024))
-    rows: list[Row] = []
     for name in _POLICIES:
-        rows += measured(name, seen, fleets)
+        yield from measured(name, seen, fleets)
     for tokens in (500, 4_000, 32_000):
-        rows += found(tokens, 100 if options.quick else 1_000)
-    report(rows, options.json)
-    return 0
+        yield from found(tokens, 100 if options.quick else 1_000)
 
 
 def measured(name: str, seen: int, fleets: Sequence[int]) -> list[Row]:
@@ -249,4 +244,4 @@ def drawn(count: int, seed: int) -> Iterator[Trajectory]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    show(command_line("routing_speed", __doc__, quick="little history and few instances: a first look"), rows)

@@ -19,6 +19,7 @@ import os
 import resource
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +27,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.command import command_line, processor_seconds
-from benchmarks.rows import Row, at_least, at_most, report
-from libra.config.recipe import Recipe
-from libra.cost.sources.profiles import engine_profiles
+from benchmarks.command import command_line, processor_seconds, show
+from benchmarks.rows import Row, at_least, at_most
+from libra import Recipe, engine_profiles, load_model, read_requests
 from libra.cost.sources.tables import _configuration
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
-from libra.hardware.model_file import load_model
 from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.serving.ladder import highest_rate
 from libra.serving.menu import MenuFile, ServingMenu
@@ -42,7 +41,6 @@ from libra.serving.question import SizingQuestion
 from libra.serving.search import answer
 from libra.serving.trial import trial
 from libra.sim.clock import ticks
-from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
 
 MODEL = "Qwen/Qwen3-14B"
@@ -250,14 +248,14 @@ _PARTS: dict[str, Callable[[int, bool], Iterator[Row]]] = {
 }
 
 
-def main() -> None:
-    parser = command_line("search", __doc__, quick="a tenth of everything: whether it runs")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", choices=_PARTS)
-    given = parser.parse_args()
-    kept = [make for name, make in _PARTS.items() if given.only in (None, name)]
-    report([row for make in kept for row in make(given.jobs, given.quick)], given.json)
+def rows(options: Namespace) -> Iterator[Row]:
+    for name, make in _PARTS.items():
+        if options.only in (None, name):
+            yield from make(options.jobs, options.quick)
 
 
 if __name__ == "__main__":
-    main()
+    parser = command_line("search", __doc__, quick="a tenth of everything: whether it runs")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", choices=_PARTS)
+    show(parser, rows)

@@ -9,10 +9,10 @@ time counts, too; verifiers has a process of its own. It is measured where it is
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +22,8 @@ import aiohttp
 import psutil
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.command import command_line
-from benchmarks.rows import Row, below, report
+from benchmarks.command import command_line, show
+from benchmarks.rows import Row, below
 from libra.backends.chat_format import ChatFormat
 from libra.backends.protocols import Engine
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
@@ -95,12 +95,9 @@ class _Client:
         return 1.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = command_line("served_episodes", __doc__, quick="a tenth of the episodes").parse_args(arguments)
-    episodes = 50 if options.quick else 500
+def rows(options: Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
-        report(asyncio.run(_rows(Path(directory), episodes)), options.json)
-    return 0
+        return asyncio.run(_rows(Path(directory), 50 if options.quick else 500))
 
 
 async def _rows(directory: Path, episodes: int) -> list[Row]:
@@ -154,4 +151,4 @@ def _apart() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    show(command_line("served_episodes", __doc__, quick="a tenth of the episodes"), rows)

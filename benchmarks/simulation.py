@@ -27,19 +27,17 @@ from statistics import median
 
 from benchmarks.command import apart, command_line, peak_mib
 from benchmarks.rows import Row, at_most, below, report
+from libra import EngineConfig, EngineSpec, Replay, load_model
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPUS
-from libra.hardware.model_file import load_model
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
 from libra.route.policy import Policy
 from libra.sim import cluster as cluster_module
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.workload.distributions import AtOnce, Constant, LogNormal, LongTail, Poisson
 from libra.sim.workload.generated import Agent, Tool, agent_trajectories, generated_requests
-from libra.sim.workload.replay import Replay
 from libra.sim.workload.request_file import read_azure_requests
 from libra.sim.workload.requests import Workload, recorded_requests
 from libra.trajectory import read_trajectories, truncate

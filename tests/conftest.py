@@ -87,5 +87,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                     arguments[name] = await stack.enter_async_context(value)
             await test(**arguments)
 
-    asyncio.run(run())
+    if HERE / "serve" / "gateway" in pyfuncitem.path.parents:  # as `libra route` does
+        from libra.serve.http import run as run_served
+
+        run_served(run())
+    else:
+        asyncio.run(run())
     return True

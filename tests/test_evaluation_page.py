@@ -19,9 +19,7 @@ from oracles.evaluation_page import PAGE as EVALUATION
 from benchmarks.evaluation import __main__ as command
 from benchmarks.evaluation.cells import Cell
 from benchmarks.evaluation.estimates import Estimate
-from benchmarks.evaluation.experiment import MODULES, Experiment, Found, experiments
-from benchmarks.evaluation.table import Column, Table
-from benchmarks.page import PLACE, with_tables
+from benchmarks.evaluation.experiment import MODULES, PLACE, Column, Experiment, Found, Table, experiments, with_tables
 
 PAGE = """# Page
 before

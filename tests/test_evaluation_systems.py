@@ -17,7 +17,6 @@ from oracles.evaluation_page import require_found, require_places
 from benchmarks.evaluation import ablation, baselines, systems, throughput, whole_runs
 from benchmarks.evaluation.baselines import Choice, choices
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.choices import FINALISTS, choice_cell, choose, chosen, kept_ours, search
 from benchmarks.evaluation.estimates import ratio
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.runs import Runs, key, run_cell, with_searches
@@ -34,7 +33,7 @@ from benchmarks.evaluation.systems import (
     ours,
     published,
 )
-from benchmarks.evaluation.whole_runs import run, told
+from benchmarks.evaluation.whole_runs import FINALISTS, choice_cell, choose, chosen, kept_ours, run, search, told
 from libra.choose.choice import choose_plan
 from libra.choose.confirmation import simulated_gain
 from libra.config.cache import cache_directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.public.case import CaseGroup, PublicCase
-from benchmarks.public.training import ABOVE, ADAPTERS, RELEASE, ROWS, priced_rate, training_groups
+from benchmarks.public.training import RATES, priced_rate, training_groups
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_group_has_a_row_a_price_then_the_mean_and_the_refused() -> None:
     assert [row.value for row in rows] == [pytest.approx(it) for it in (2, -10, 6, 2, 1)]
 
 
-@pytest.mark.parametrize("row", (*ROWS, *RELEASE, *ABOVE, *ADAPTERS), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for rows in RATES.values() for row in rows], ids=lambda row: row.name)
 def test_each_published_rate_has_a_price(row: object) -> None:
     assert priced_rate(row) > 0  # type: ignore[arg-type]
 

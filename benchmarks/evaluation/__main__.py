@@ -19,8 +19,7 @@ from rich.markup import escape
 
 from benchmarks.command import command_line
 from benchmarks.evaluation.cells import CellError, run
-from benchmarks.evaluation.experiment import Found, experiments
-from benchmarks.page import with_tables
+from benchmarks.evaluation.experiment import Found, experiments, with_tables
 from benchmarks.rows import report, write_rows
 
 

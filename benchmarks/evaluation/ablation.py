@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.experiment import Column, Experiment, Found, Table, Value
 from benchmarks.evaluation.figures import BarChart, Bars
 from benchmarks.evaluation.runs import QUICK, Parts, Runs, file_name, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.table import Column, Table, Value
 
 MODEL = "Qwen/Qwen3-14B"
 CHAIN_WORKLOADS = ("r2e_gym", "search_r1")

@@ -1,19 +1,99 @@
-"""An experiment: a question, the cells that answer it, and what is found in their results.
+"""An experiment: a question, the cells that answer it, and what is found in their results, as rows to print and to
+keep, figures, and tables of a page in Markdown.
 
-Invariant: what is found is a function of the results alone. A name stands for one experiment, and is its module's.
+Invariant: what is found is a function of the results alone, and the page and the rows have the same numbers. A name
+stands for one experiment, and is its module's. Whatever stands outside of a page's places stays as it is, to the byte;
+a table without a place, and a place without a table, are errors.
+
+A place is `<!-- table: EXPERIMENT/TABLE -->` on a line, what was there before, and `<!-- end -->` on a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.estimates import Estimate
 from benchmarks.evaluation.figures import BarChart
-from benchmarks.evaluation.table import Table
 from benchmarks.rows import Row
 from libra.config.yaml_file import unknown
+
+PLACE = re.compile(r"^(<!-- table: ([a-z0-9-]+/[a-z0-9-]+) -->\r?\n)(.*?)^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """The page with these tables, by BENCHMARK/TABLE, in their places. What is in the places of benchmarks that have no
+    table here stays. Raises ValueError where a benchmark's tables and its places differ."""
+    made = {name.partition("/")[0] for name in tables}
+    places = sorted(place[2] for place in PLACE.finditer(page) if place[2].partition("/")[0] in made)
+    if places != sorted(tables):
+        raise ValueError(
+            f"the page has places for {', '.join(places) or 'nothing'}, and the tables are {', '.join(sorted(tables))};"
+            " give each a line <!-- table: NAME --> and a line <!-- end -->, once"
+        )
+    return PLACE.sub(lambda it: f"{it[1]}\n{tables[it[2]].strip()}\n\n{it[4]}" if it[2] in tables else it[0], page)
+
+
+def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table: text in the first column, then numbers. Raises ValueError for a line that is longer or shorter."""
+    for line in lines:
+        if len(line) != len(headings):
+            raise ValueError(f"a line has {len(line)} cells, and the table {len(headings)} columns: {line}")
+    ruler = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(map(_cell, cells))} |" for cells in (headings, ruler, *lines))
+
+
+def _cell(words: str) -> str:
+    return " ".join(words.split()).replace("|", "\\|")
+
+
+Value = float | str | Estimate | None  # None: nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Numbers of one kind. The unit is part of the name, where the name needs one; `%` is written after each number."""
+
+    name: str
+    form: str = ",.0f"  # format of its numbers
+    unit: str = ""
+
+    def written(self, value: Value) -> str:
+        if value is None or isinstance(value, str):
+            return value or ""
+        estimate = value if isinstance(value, Estimate) else Estimate(value)
+        said = estimate.written(self.form)
+        return f"{said} %" if self.unit == "%" else said
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`head` is the heading of the labels; `case` says what all rows are of, beside their labels."""
+
+    head: str
+    columns: tuple[Column, ...]
+    body: Mapping[str, Sequence[Value]]  # by label
+    case: str = ""
+
+    def rows(self) -> Iterator[Row]:
+        """A row for each number; text, such as what others published, is on the page alone."""
+        for label, values in self.body.items():
+            for column, value in zip(self.columns, values, strict=True):
+                number = value.value if isinstance(value, Estimate) else value
+                if number is not None and not isinstance(number, str):
+                    yield Row(", ".join(filter(None, (self.case, label))), column.name, number, column.unit)
+
+    def markdown(self) -> str:
+        """Raises ValueError for a label that has not a value for each column."""
+        body = [
+            [label, *(column.written(value) for column, value in zip(self.columns, values, strict=True))]
+            for label, values in self.body.items()
+        ]
+        return markdown([self.head, *(it.name for it in self.columns)], body)
+
 
 MODULES = (  # of this package, in the order of the page; each has an `EXPERIMENT`
     "step_price",

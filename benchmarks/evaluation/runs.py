@@ -11,10 +11,9 @@ from typing import Any
 
 from benchmarks.evaluation import baselines, estimates
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.choices import choice_cell, search, search_cell
 from benchmarks.evaluation.estimates import Estimate
 from benchmarks.evaluation.setting import STEPS, Setting
-from benchmarks.evaluation.whole_runs import run
+from benchmarks.evaluation.whole_runs import choice_cell, run, search, search_cell
 
 Parts = Mapping[str, Any]  # of ours, those that differ
 Values = Mapping[str, Any]

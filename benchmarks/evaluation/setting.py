@@ -1,4 +1,5 @@
-"""One setting of the evaluation: a cluster, a model, a recipe and what the policy generates.
+"""One setting of the evaluation: a cluster of A800, the times of engines on it, a model, a recipe and what the policy
+generates.
 
 Invariant: every system of a setting gets the same trajectories, and knows the same of them before the first step.
 """
@@ -7,19 +8,41 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, profiles_of, shape_file
 from benchmarks.workloads.definition import FILES, read
 from benchmarks.workloads.drifting_tasks import Around
-from libra.config.recipe import Recipe
+from libra import LengthTracker, ModelSpec, Planner, Recipe, Trajectory, engine_profiles, load_model
 from libra.cost.grid import EngineProfile
-from libra.hardware.model_file import load_model
-from libra.lengths import LengthTracker
-from libra.plan.planner import Planner
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.sim.training_run.episodes import Episodes
-from libra.trajectory import Trajectory
+
+GPUS_OF_NODE = 8
+_INTER = 200e9 / 8  # bytes/s of a node: 200 Gb/s, as in Libra (arXiv 2606.03077)
+
+
+def a800_nodes(count: int) -> Cluster:
+    """A cluster of `count` nodes of 8 A800."""
+    gpu = GPUS["A800"]
+    return Cluster((NodeClass("a800", count, GPUS_OF_NODE, gpu, gpu.link, _INTER),))
+
+
+def profiles_of(
+    cluster: Cluster, model: ModelSpec, recipe: Recipe, source: str = "tables"
+) -> tuple[EngineProfile, ...]:
+    """Engine times of all systems alike: kernels, and what vLLM's process adds to them.
+
+    `source` is that of `engine_profiles`; the default is no `auto`, so that numbers do not depend on what is installed.
+    """
+    return engine_profiles(cluster, model, recipe, source, host="default")
+
+
+def shape_file(model: str) -> Path:
+    """The file that `load_model` reads for a name of the library: an input of every cell that asks for it."""
+    return Path(str(files("libra.hardware"))) / "models" / f"{model.replace('/', '--')}.json"
+
 
 STEPS = 60  # over the whole drift, unless an experiment says otherwise
 KNOWN_GROUPS = 64  # of the policy before its first step, as from evaluating it

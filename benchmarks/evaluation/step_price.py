@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.engines import shape_file
 from benchmarks.evaluation.estimates import mean
-from benchmarks.evaluation.experiment import Experiment, Found
-from benchmarks.evaluation.table import Column, Table, Value
+from benchmarks.evaluation.experiment import Column, Experiment, Found, Table, Value
+from benchmarks.evaluation.setting import shape_file
 from benchmarks.rollout_price_cases import FIRST_SEED, MODELS, TESTED, step
 from benchmarks.rows import Row
 

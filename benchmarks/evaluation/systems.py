@@ -13,17 +13,11 @@ from typing import Any
 
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice, router
-from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
-from benchmarks.evaluation.oracle import Oracle
+from benchmarks.evaluation.oracle import Foreseeing, Foresight, Foretold, Oracle
 from benchmarks.evaluation.setting import Setting
-from libra.choose.choice import choose_plan
-from libra.choose.confirmation import simulated_gain
-from libra.choose.effort import Effort
+from libra import Effort, LengthTracker, Plan, Planner, choose_plan, simulated_gain
 from libra.cost.device import SwitchCost
-from libra.lengths import LengthTracker
 from libra.plan.decision import switch_cost
-from libra.plan.plan import Plan
-from libra.plan.planner import Planner
 from libra.plan.replanner import Rehearse, Replanner
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, Replanning, System

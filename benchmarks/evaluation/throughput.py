@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.experiment import Column, Experiment, Found, Table, Value
 from benchmarks.evaluation.figures import SYSTEMS, BarChart, Bars, number_of
 from benchmarks.evaluation.runs import QUICK, Runs, file_name, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import NAMES
-from benchmarks.evaluation.table import Column, Table, Value
 from benchmarks.rows import Row
 
 MODELS = ("Qwen/Qwen3-14B", "Qwen/Qwen3-30B-A3B")

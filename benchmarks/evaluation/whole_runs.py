@@ -1,20 +1,87 @@
-"""Cells of whole runs: one system in one setting.
+"""Cells of whole runs, one system in one setting, and of the choices that a run begins with, made once for all seeds
+and lengths of a setting: baselines search, ours plans.
 
-Invariant: all systems of a setting get the same trajectories.
+Invariant: a choice knows seed 0 and nothing of the runs that it is used in; that of ours knows what `libra plan` would.
+All systems of a setting get the same trajectories.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.evaluation import baselines
-from benchmarks.evaluation.baselines import Choice
-from benchmarks.evaluation.choices import chosen, kept_ours
-from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.systems import ORACLE_BUCKETS, made, oracle
+from benchmarks.evaluation import baselines, cells
+from benchmarks.evaluation.baselines import HINDSIGHT_STEPS, Choice, at_most, choices, judged, judged_at_length
+from benchmarks.evaluation.cells import Cell
+from benchmarks.evaluation.setting import STEPS, Setting
+from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, chosen_plan, made, oracle, ours
+from libra.plan.plan import dump_plan, parse_plan
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
+
+FINALISTS = 3
+_LONG = {"static": 3, "hindsight": 2}  # what is chosen in hindsight needs the choice of the other
+_FIRST = 1e9  # cost: runs wait for choices, so these start before all runs
+_DECIDING = ("early_gradients", "route")  # parts of ours that its first plan depends on
+
+
+def search(setting: dict[str, Any], system: str) -> dict[str, Any]:
+    """The choice with the highest throughput. All are judged by a short simulation, but for those whose trainers alone
+    are not expected to beat the best so far; then the best few, in hindsight with that of `static`, by a long one."""
+    where = Setting(**setting)
+    highest, left_out = 0.0, 0
+    judgements: list[dict[str, Any]] = []
+    for candidate in choices(where, system):
+        if at_most(where, system, candidate) <= highest:
+            left_out += 1
+            continue
+        throughput = judged(where, system, candidate)
+        judgements.append(asdict(candidate) | {"throughput": throughput})
+        highest = max(highest, throughput)
+    judgements.sort(key=lambda it: -float(it["throughput"]))
+    finalists = [Choice(it["training"], it["shape"], it["concurrency"]) for it in judgements[:FINALISTS]]
+    if system == "hindsight":
+        finalists.append(chosen(where, "static"))
+    best = max(dict.fromkeys(finalists), key=lambda it: judged_at_length(where, system, it))
+    return {"choice": asdict(best), "judged": judgements, "left_out": left_out}
+
+
+def search_cell(setting: Setting, system: str, name: str) -> Cell:
+    where = replace(setting, seed=0, steps=HINDSIGHT_STEPS)
+    arguments = {"setting": where.arguments(), "system": system}
+    return Cell(name, search, arguments, where.files, cost=_FIRST * _LONG.get(system, 1))
+
+
+def chosen(setting: Setting, system: str) -> Choice:
+    """The kept choice of a baseline; searched and kept where there is none."""
+    (result,) = cells.run([search_cell(setting, system, f"search {system}")], processes=1, progress=False)
+    return Choice(**result.values["choice"])
+
+
+def choose(setting: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """The chosen plan of ours, as its JSON."""
+    return {"plan": json.loads(dump_plan(chosen_plan(Setting(**setting), Parts(**parts))))}
+
+
+def choice_cell(setting: Setting, parts: Mapping[str, Any], name: str) -> Cell:
+    """The same cell for all parts that do not affect the first plan."""
+    where = replace(setting, seed=0, steps=STEPS)
+    deciding = {what: value for what, value in parts.items() if what in _DECIDING}
+    words = ", ".join([name, *(f"{what} {value}" for what, value in deciding.items())])
+    return Cell(words, choose, {"setting": where.arguments(), "parts": deciding}, where.files, cost=2 * _FIRST)
+
+
+def kept_ours(setting: Setting, parts: Mapping[str, Any] | None = None) -> System:
+    """`ours`, whose first plan is chosen, and kept, where it is not kept yet."""
+    asked = dict(parts or {})
+    its = Parts(**asked)
+    if its.most_buckets is not None:
+        return ours(setting, its)
+    (result,) = cells.run([choice_cell(setting, asked, "choice")], processes=1, progress=False)
+    return ours(setting, its, parse_plan(json.dumps(result.values["plan"]), result.cell.name))
 
 
 def run(

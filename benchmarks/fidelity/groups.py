@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds
 
 from benchmarks.fidelity.clocked import simulated_steps
-from benchmarks.fidelity.drafts import drawn_case, stretch
 from benchmarks.fidelity.graphs import dispatcher
+from benchmarks.fidelity.variants import drawn_case, stretch
 from benchmarks.fidelity.vllm_schedule import Step
 from libra.cost.graphs import capture_sizes
 from libra.cost.host import NO_HOST, HostCost

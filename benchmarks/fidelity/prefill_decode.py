@@ -13,8 +13,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, alarms_of, simulated_steps
-from benchmarks.fidelity.drafts import drawn_case, stretch
-from benchmarks.fidelity.tiered import with_tier
+from benchmarks.fidelity.variants import drawn_case, stretch, with_tier
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.clock import TICKS, ticks
 from libra.sim.cluster import SimCluster

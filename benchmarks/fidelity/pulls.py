@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from benchmarks.fidelity.clocked import ClockedEngine, alarms_of, serve, simulated_steps
-from benchmarks.fidelity.drafts import drawn_case
+from benchmarks.fidelity.variants import drawn_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine

@@ -15,13 +15,11 @@ from itertools import zip_longest
 from typing import Literal, get_args
 
 from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps, vllm_schedule
-from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks
-from benchmarks.fidelity.hybrid import with_groups
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import async_case, random_case
-from benchmarks.fidelity.tiered import Tiered, random_tier, tiered_cluster
+from benchmarks.fidelity.variants import Tiered, random_tier, tiered_cluster, with_drafts, with_groups
 from benchmarks.fidelity.vllm_ranks import vllm_ranks
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from benchmarks.rows import Row

@@ -57,8 +57,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.fidelity.pull_connector import PullConnector, pull_config
-from benchmarks.fidelity.tier_connector import TierConnector
+from benchmarks.fidelity.connectors import PullConnector, TierConnector, pull_config
 from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request

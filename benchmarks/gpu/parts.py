@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.command import apart
-from benchmarks.gpu.orders import HALF, gap, hire, step, turn, update
-from benchmarks.gpu.plain import plain_rate
+from benchmarks.gpu.orders import HALF, gap, hire, plain_rate, step, turn, update
 from benchmarks.gpu.setting import Setting, generated, lost, parameters
 from benchmarks.rows import Row, at_least, at_most, none
 from libra.backends.grpo.trainers import Trainers

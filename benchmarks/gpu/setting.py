@@ -72,14 +72,7 @@ class Setting:
             sharding="none" if processes == 1 else "fsdp2",
         )
         return start_order(
-            model,
-            training,
-            learning_rate=1e-3,
-            precision=self.precision,
-            seed=0,
-            share=share,
-            link=link,
-            hashed=True,
+            model, training, learning_rate=1e-3, precision=self.precision, seed=0, share=share, link=link, hashed=True
         )
 
     def engine_order(self, model: Path, ready: Ready, link: WorkerLink, share: float) -> StartEngine:
@@ -111,7 +104,7 @@ class Setting:
 
     def samples(self) -> list[Sample]:
         count, length = self.batch
-        return [_sample(number, length) for number in range(count)]
+        return [sample(number, length) for number in range(count)]
 
 
 def parameters(model: Path) -> int:
@@ -119,8 +112,8 @@ def parameters(model: Path) -> int:
     return load_model(model / "config.json").parameters
 
 
-def _sample(number: int, length: int) -> Sample:
-    tokens = [4 + (7 * number + 3 * place) % 8 for place in range(length)]
+def sample(number: int, length: int, ids: int = 8) -> Sample:
+    tokens = [4 + (7 * number + 3 * place) % ids for place in range(length)]
     own = [place >= length // 4 for place in range(length)]
     return Sample(str(number), tokens, own, [-2.5] * length, [0] * length, 1.0 if number % 2 else -1.0)
 

@@ -5,35 +5,30 @@ Exit status 0, whatever is met: the rows say it. Without the data its cases are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.command import command_line
-from benchmarks.public.case import CaseGroup
-from benchmarks.public.memory import memory_groups
-from benchmarks.public.pace import pace_groups
+from benchmarks.command import command_line, show
+from benchmarks.public.engines import memory_groups, pace_groups
 from benchmarks.public.training import training_groups
-from benchmarks.rows import report
+from benchmarks.rows import Row
 
 DATA = Path(__file__).parents[2] / "../shared/data/public"
 
 
-def main() -> None:
-    parser = command_line("public", __doc__)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the cases that are files")
-    given = parser.parse_args()
+def rows(options: Namespace) -> Iterator[Row]:
     groups = training_groups()
-    readers: Mapping[str, Callable[[Path], Sequence[CaseGroup]]] = {
-        "memory": memory_groups,
-        "throughput": pace_groups,
-    }
-    for folder, read in readers.items():
-        if (given.data / folder).is_dir():
-            groups += read(given.data / folder)
+    for folder, read in (("memory", memory_groups), ("throughput", pace_groups)):
+        if (options.data / folder).is_dir():
+            groups += read(options.data / folder)
         else:
-            print(f"{folder}: skipped, {given.data / folder} is not there")
-    report([row for group in groups for row in group.rows()], given.json)
+            print(f"{folder}: skipped, {options.data / folder} is not there")
+    for group in groups:
+        yield from group.rows()
 
 
 if __name__ == "__main__":
-    main()
+    parser = command_line("public", __doc__)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the cases that are files")
+    show(parser, rows)

@@ -7,26 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
-
-import yaml
 
 from benchmarks.rows import Row, at_most, never
-from libra.sim.deployment import Deployment
-from libra.sim.engines_file import load_engines
-
-
-def engines_with(path: Path, **keys: object) -> Deployment:
-    """The engines of a file, each with these keys besides its own. Raises `ConfigError`."""
-    described = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for engine in described["engines"]:
-        engine |= keys
-    with TemporaryDirectory() as made:
-        changed = Path(made) / path.name
-        changed.write_text(yaml.safe_dump(described), encoding="utf-8")
-        return load_engines(changed)
 
 
 @dataclass(frozen=True, slots=True)

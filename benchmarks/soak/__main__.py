@@ -12,18 +12,61 @@ Exit status: 0 all held, 1 something did not, 130 interrupted.
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.command import command_line
-from benchmarks.rows import report
-from benchmarks.soak.attack.attacks import ATTACKS, FULL, QUICK, attack
+from benchmarks.rows import Row, never, report
+from benchmarks.soak.attack.listeners import attack_listeners
+from benchmarks.soak.attack.readers import NAME, Say, make_run, read_mutated, resume_damaged
+from benchmarks.soak.attack.sessions import attack_sessions
+from benchmarks.soak.attack.strangers import attack_as_stranger
 from benchmarks.soak.faults import schedule
 from benchmarks.soak.soaking import Soak, SoakError
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    sessions: int
+    seconds: float  # of sessions
+    files: int
+    runs: int
+    listener_seconds: float  # of each
+
+
+FULL, QUICK = Size(2_000, 60.0, 5_000, 1_500, 20.0), Size(200, 10.0, 300, 60, 8.0)
+# By name: what makes an attack in a folder of its own, beside a whole run, at this size, with this seed
+ATTACKS: dict[str, Callable[[Path, Path, Size, int, Say], Iterator[Row]]] = {
+    "sessions": lambda here, run, size, seed, say: attack_sessions(here, size.sessions, size.seconds, say, seed),
+    "files": lambda here, run, size, seed, say: read_mutated(here, run / "runs" / NAME, size.files, say, seed),
+    "runs": lambda here, run, size, seed, say: resume_damaged(run, size.runs, say, seed),
+    "listeners": lambda here, run, size, seed, say: attack_listeners(here, size.listener_seconds, say),
+    "strangers": lambda here, run, size, seed, say: attack_as_stranger(say),
+}
+
+
+def attack(names: Sequence[str], size: Size, seed: int, say: Say) -> Iterator[Row]:
+    """Rows of these attacks, as they come. One that breaks off is a failed row; the others run all the same."""
+    with tempfile.TemporaryDirectory(prefix="libra-attack-") as directory:
+        whole = Path(directory) / "run"
+        if {"files", "runs"} & {*names}:
+            whole.mkdir()
+            say("a small run, whose files are to be damaged")
+            make_run(whole)
+        for name in names:
+            say(f"attack: {name}")
+            folder = Path(directory) / name
+            folder.mkdir()
+            try:
+                yield from ATTACKS[name](folder, whole, size, seed, say)
+            except (RuntimeError, OSError) as error:
+                yield never(name, "attacks that broke off", [str(error)], "one")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.attack is not None:
         try:
-            found = list(attack(options.attack or ATTACKS, QUICK if options.quick else FULL, options.seed, say))
+            found = list(attack(options.attack or list(ATTACKS), QUICK if options.quick else FULL, options.seed, say))
         except KeyboardInterrupt:
             return 130
         report(found, options.json)

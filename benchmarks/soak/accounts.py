@@ -93,38 +93,24 @@ def accounts(directory: Path, kept: Path, sizes: Sizes) -> Iterator[Row]:
     trajectories = read_rows(directory / "trajectories.jsonl")
     summary = json.loads((directory / "summary.json").read_text())
     total = sizes.steps * sizes.groups * sizes.samples
-    yield checked(
-        "every trajectory is started, finished and trained once",
-        [*story.wrong, *_unequal(story, sizes)],
-        f"{total:,} in {sizes.steps:,} steps",
-    )
-    yield checked(
-        "the run made the steps of its configuration",
-        _steps(metrics, summary, sizes),
-        f"{sizes.steps:,}",
-    )
-    yield checked(
-        "each step trained on its trajectories",
-        _trained(metrics, story, sizes),
-        f"{sum(row['trained_tokens'] for row in metrics):,} tokens",
-    )
-    yield checked(
-        "trajectories.jsonl has each finished trajectory once",
-        _recorded(trajectories, story),
-        f"{len(trajectories):,}",
-    )
-    yield checked(
-        "tokens are of versions between the start of their group and its step",
-        _versions(story),
-        f"{sum(len(episode['tokens']) for episode in story.episodes.values()):,} tokens",
-    )
+    wrong, counted = [*story.wrong, *_unequal(story, sizes)], f"{total:,} in {sizes.steps:,} steps"
+    yield checked("every trajectory is started, finished and trained once", wrong, counted)
+    steps = _steps(metrics, summary, sizes)
+    yield checked("the run made the steps of its configuration", steps, f"{sizes.steps:,}")
+    counted = f"{sum(row['trained_tokens'] for row in metrics):,} tokens"
+    yield checked("each step trained on its trajectories", _trained(metrics, story, sizes), counted)
+    recorded = _recorded(trajectories, story)
+    yield checked("trajectories.jsonl has each finished trajectory once", recorded, f"{len(trajectories):,}")
+    what = "tokens are of versions between the start of their group and its step"
+    counted = f"{sum(len(episode['tokens']) for episode in story.episodes.values()):,} tokens"
+    yield checked(what, _versions(story), counted)
     yield checked("the journal is consistent", journal_wrong(journal, sizes.steps), f"{len(journal):,} entries")
-    yield checked("every line of every file can be read", unreadable(directory), _files(directory))
-    yield checked(
-        "tools that break, hang and return nonsense were called",
-        [f"no call ended with {status}" for status in ("ok", "error", "timeout") if not _calls(trajectories)[status]],
-        ", ".join(f"{count:,} {status}" for status, count in sorted(_calls(trajectories).items())),
-    )
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    yield checked("every line of every file can be read", unreadable(directory), f"{size / 2**20:.0f} MiB")
+    calls = Counter(turn["status"] for row in trajectories for turn in row["turns"] if turn["tool"] is not None)
+    counted = ", ".join(f"{count:,} {status}" for status, count in sorted(calls.items()))
+    wrong = [f"no call ended with {status}" for status in ("ok", "error", "timeout") if not calls[status]]
+    yield checked("tools that break, hang and return nonsense were called", wrong, counted)
 
 
 def _unequal(story: Story, sizes: Sizes) -> Iterator[str]:
@@ -146,14 +132,8 @@ def _steps(metrics: Sequence[Line], summary: Line, sizes: Sizes) -> Iterator[str
         odd = [step for step in range(1, sizes.steps + 1) if counts[step] != 1]
         yield f"metrics.jsonl has steps {odd[:_SHOWN]} not once, or out of order"
     total = sizes.steps * sizes.groups * sizes.samples
-    wanted = {
-        "finished": True,
-        "steps": sizes.steps,
-        "trajectories_started": total,
-        "trajectories_trained": total,
-        "trajectories_unfinished": 0,
-    }
-    for key, value in wanted.items():
+    wanted = {"finished": True, "steps": sizes.steps, "trajectories_unfinished": 0}
+    for key, value in {**wanted, "trajectories_started": total, "trajectories_trained": total}.items():
         if summary[key] != value:
             yield f"summary.json says {key} {summary[key]}, not {value}"
 
@@ -270,17 +250,10 @@ def unreadable(directory: Path) -> Iterator[str]:
         yield "report.html shows nothing"
 
 
-def _files(directory: Path) -> str:
-    return f"{sum(path.stat().st_size for path in directory.rglob('*') if path.is_file()) / 2**20:.0f} MiB"
-
-
-def _calls(trajectories: Sequence[Line]) -> Counter[str]:
-    return Counter(turn["status"] for row in trajectories for turn in row["turns"] if turn["tool"] is not None)
-
-
 def weights(model: Path) -> Row:
     """Whether the model that a run left is one: it loads, and all its numbers are numbers."""
-    return checked("the trained weights are finite and load", _unsound(model), f"{_size(model):,} bytes")
+    size = (model / "model.safetensors").stat().st_size
+    return checked("the trained weights are finite and load", _unsound(model), f"{size:,} bytes")
 
 
 def _unsound(model: Path) -> Iterator[str]:
@@ -299,7 +272,3 @@ def _unsound(model: Path) -> Iterator[str]:
         logits = loaded(torch.arange(16).reshape(1, -1)).logits
     if not torch.isfinite(logits).all():
         yield "its logits are not finite"
-
-
-def _size(model: Path) -> int:
-    return (model / "model.safetensors").stat().st_size

@@ -13,18 +13,30 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    KILL_ENGINE = "kill an engine"
-    KILL_HYBRID = "kill a hybrid trainer"
-    KILL_CORE = "kill a core trainer"
-    KILL_MOVING = "kill a worker in the middle of a move"
-    SLOW = "stop a worker for a moment"
-    HANG = "stop a worker until it is lost"
-    SLOW_CONTROLLER = "stop the controller for a moment"
-    HOG = "take the processor away"
-    KILL_CORES = "kill all core trainers"
-    KILL_FORK_SERVER = "kill the fork server"
-    KILL_CONTROLLER = "kill the controller"
-    INTERRUPT = "interrupt the run"
+    """Each with how often it comes up in a deck, and from how many seconds to how many it lasts. A worker that hangs is
+    given up after 10 to 20 s; one that is slow must not be."""
+
+    KILL_ENGINE = "kill an engine", 22
+    KILL_HYBRID = "kill a hybrid trainer", 12
+    KILL_CORE = "kill a core trainer", 12
+    KILL_MOVING = "kill a worker in the middle of a move", 8
+    SLOW = "stop a worker for a moment", 12, 0.5, 5.0
+    HANG = "stop a worker until it is lost", 4, 45.0, 45.0
+    SLOW_CONTROLLER = "stop the controller for a moment", 5, 0.5, 5.0
+    HOG = "take the processor away", 5, 2.0, 8.0
+    KILL_CORES = "kill all core trainers", 1
+    KILL_FORK_SERVER = "kill the fork server", 1
+    KILL_CONTROLLER = "kill the controller", 3
+    INTERRUPT = "interrupt the run", 1
+
+    def __new__(cls, said: str, often: int, least: float = 0.0, most: float = 0.0) -> Kind:
+        kind = str.__new__(cls, said)
+        kind._value_ = said
+        kind.often, kind.seconds = often, (least, most)
+        return kind
+
+    often: int
+    seconds: tuple[float, float]
 
 
 # What ends the session; after everything else it must go on.
@@ -35,28 +47,7 @@ HARMLESS = frozenset({Kind.SLOW})
 
 Deck = Mapping[Kind, int]
 
-DECK: Deck = {
-    Kind.KILL_ENGINE: 22,
-    Kind.KILL_HYBRID: 12,
-    Kind.KILL_CORE: 12,
-    Kind.KILL_MOVING: 8,
-    Kind.SLOW: 12,
-    Kind.HANG: 4,
-    Kind.SLOW_CONTROLLER: 5,
-    Kind.HOG: 5,
-    Kind.KILL_CORES: 1,
-    Kind.KILL_FORK_SERVER: 1,
-    Kind.KILL_CONTROLLER: 3,
-    Kind.INTERRUPT: 1,
-}
-
-# Seconds from and to. A worker that hangs is given up after 10 to 20 s; one that is slow must not be.
-_SECONDS = {
-    Kind.SLOW: (0.5, 5.0),
-    Kind.HANG: (45.0, 45.0),
-    Kind.SLOW_CONTROLLER: (0.5, 5.0),
-    Kind.HOG: (2.0, 8.0),
-}
+DECK: Deck = {kind: kind.often for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +67,4 @@ def schedule(seed: int, pause: float, kinds: Deck = DECK) -> Iterator[Fault]:
         deck = [kind for kind, count in kinds.items() for _ in range(count)]
         rng.shuffle(deck)
         for kind in deck:
-            yield Fault(kind, rng.uniform(0.2, 1.8) * pause, rng.random(), rng.uniform(*_SECONDS.get(kind, (0.0, 0.0))))
+            yield Fault(kind, rng.uniform(0.2, 1.8) * pause, rng.random(), rng.uniform(*kind.seconds))

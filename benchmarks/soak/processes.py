@@ -77,7 +77,7 @@ class Processes:
 def still_there(processes: Collection[psutil.Process]) -> list[psutil.Process]:
     """Processes that have not ended, after waiting for all. One whose exit status is yet to be read has ended."""
     ends = time.monotonic() + _GONE_SECONDS
-    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < ends:
+    while (alive := list(filter(_is_alive, processes))) and time.monotonic() < ends:
         time.sleep(0.1)
     return alive
 
@@ -96,6 +96,7 @@ def _listeners() -> dict[str, str]:
 
 
 def _sockets(pid: int) -> set[str]:
+    """Inodes of its sockets."""
     try:
         targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
@@ -131,5 +132,4 @@ def _unmapped(names: set[str]) -> set[str]:
 
 def shared_memory() -> int:
     """Bytes of shared memory in use on this machine."""
-    [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
-    return int(line.split()[1]) * 1024
+    return int(psutil.virtual_memory().shared)

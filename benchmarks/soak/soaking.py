@@ -161,14 +161,8 @@ class Soak:
         session.kill()
         left = self._processes.left()
         self._look(session)
-        ended = Ended(
-            session.number,
-            session.ending,
-            status,
-            time.monotonic() - session.began,
-            left,
-            session.last_words(),
-        )
+        seconds, said = time.monotonic() - session.began, session.last_words()
+        ended = Ended(session.number, session.ending, status, seconds, left, said)
         self._ends.append(ended)
         self._say(f"session {ended.session} ended with {status} after {ended.seconds:.0f} s")
         return ended
@@ -183,11 +177,8 @@ class Soak:
         yield weights(self._run_directory / "model")
         yield from growth(self._processes.samples)
         yield checked("no port is listened on any more", self._processes.listening(), "looked once")
-        yield checked(
-            "only the loopback interface was listened on",
-            sorted(self._processes.everywhere),
-            f"{self._processes.count} processes",
-        )
+        what, found = "only the loopback interface was listened on", sorted(self._processes.everywhere)
+        yield checked(what, found, f"{self._processes.count} processes")
         yield checked("no shared memory is left", unused_shared_files(files), "looked once")
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
@@ -36,14 +37,6 @@ class Struck:
     seconds: float
 
 
-@dataclass(slots=True)
-class _Stopped:
-    """A process that stands still, and when it goes on."""
-
-    process: psutil.Process
-    until: float
-
-
 class Storm:
     def __init__(self, faults: Iterator[Fault], tell: Callable[[Struck], None]) -> None:
         """`tell` hears of every fault that is done."""
@@ -52,8 +45,7 @@ class Storm:
         self.passed = 0  # faults that found no target
         self._next: Fault | None = None
         self._due = 0.0
-        self._stopped: list[_Stopped] = []
-        self._hogs: list[tuple[subprocess.Popen[bytes], float]] = []
+        self._held: list[tuple[float, Callable[[], None]]] = []  # until when, and what lets it go
         self._harmed: set[int] = set()  # processes that were killed or hang
 
     @property
@@ -75,9 +67,8 @@ class Storm:
                 self._take(now)
 
     def session_ended(self) -> None:
-        """The wait for the next fault begins anew; no process is held any more."""
+        """The wait for the next fault begins anew."""
         self._due = time.monotonic()
-        self._stopped.clear()
 
     def calm(self) -> None:
         """Let all processes that are held go on."""
@@ -88,13 +79,9 @@ class Storm:
         self._due = now + (self._next.pause if self._next is not None else 0.0)
 
     def _let_go(self, now: float) -> None:
-        for stopped in [stopped for stopped in self._stopped if now >= stopped.until]:
-            self._stopped.remove(stopped)
-            _send(stopped.process, signal.SIGCONT)
-        for hog, until in [entry for entry in self._hogs if now >= entry[1]]:
-            self._hogs.remove((hog, until))
-            hog.kill()
-            hog.wait()
+        over, self._held = ([it for it in self._held if (now >= it[0]) is due] for due in (True, False))
+        for _, let_go in over:
+            let_go()
 
     def _strike(self, session: Session, fault: Fault, now: float) -> bool:
         """Do the fault. Returns whether there was a target."""
@@ -106,9 +93,7 @@ class Storm:
             self._hog(now + fault.seconds)
             return self._note(session, fault, now)
         if fault.kind is Kind.SLOW_CONTROLLER:
-            controller = psutil.Process(session.pid)
-            _send(controller, signal.SIGSTOP)
-            self._stopped.append(_Stopped(controller, now + fault.seconds))
+            self._stop(psutil.Process(session.pid), now + fault.seconds)
             return self._note(session, fault, now)
         return self._strike_worker(session, fault, now)
 
@@ -121,19 +106,22 @@ class Storm:
         if process is None:
             return False
         if fault.kind in _STOPPED:
-            _send(process, signal.SIGSTOP)
-            self._stopped.append(_Stopped(process, now + fault.seconds))
+            self._stop(process, now + fault.seconds)
         else:
             _send(process, signal.SIGKILL)
         if fault.kind not in HARMLESS:
             self._harmed.add(session.pids[name])
         return self._note(session, fault, now, name, session.pids[name])
 
+    def _stop(self, process: psutil.Process, until: float) -> None:
+        _send(process, signal.SIGSTOP)
+        self._held.append((until, partial(_send, process, signal.SIGCONT)))
+
     def _hog(self, until: float) -> None:
         """Start a process that only computes."""
         soak = os.getpid()
         hog = subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=lambda: die_with(soak))
-        self._hogs.append((hog, until))
+        self._held.append((until, partial(_end, hog)))
 
     def _candidates(self, session: Session, kind: Kind) -> set[str]:
         if kind is Kind.KILL_MOVING:
@@ -173,6 +161,11 @@ class Storm:
         self.struck.append(struck)
         self._tell(struck)
         return True
+
+
+def _end(hog: subprocess.Popen[bytes]) -> None:
+    hog.kill()
+    hog.wait()
 
 
 def _send(process: psutil.Process | None, number: int) -> None:

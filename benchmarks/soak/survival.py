@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 
 from benchmarks.rows import Row
@@ -19,13 +20,8 @@ from benchmarks.soak.written import Row as Line
 
 LOOK_SECONDS = 0.05
 
-_STATUS: Mapping[Kind | None, int] = {
-    None: 0,  # the last one makes all its steps
-    Kind.KILL_CONTROLLER: -9,
-    Kind.INTERRUPT: 130,
-    Kind.KILL_CORES: 1,
-    Kind.KILL_FORK_SERVER: 1,
-}
+# The last one makes all its steps.
+_STATUS: Mapping[Kind | None, int] = {None: 0, Kind.KILL_CONTROLLER: -9, Kind.INTERRUPT: 130}
 
 _FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
 _SETTLED = 20.0  # seconds with all workers, after which a controller holds what it needs
@@ -47,7 +43,7 @@ class Ended:
 
     @property
     def expected(self) -> bool:
-        return self.status == _STATUS[self.ending]
+        return self.status == _STATUS.get(self.ending, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +56,14 @@ class Seen:
 
 
 def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Row]:
-    yield checked(
-        "every session ended by what ends one, with its exit code",
-        (
-            f"session {end.session} ended with {end.status} after {end.ending or 'no fault that ends it'}: {end.said}"
-            for end in ends
-            if not end.expected
-        ),
-        f"{len(ends)} sessions",
+    wrong = (
+        f"session {end.session} ended with {end.status} after {end.ending or 'no fault that ends it'}: {end.said}"
+        for end in ends
+        if not end.expected
     )
-    yield checked(
-        "no process outlived its controller",
-        (f"session {end.session}: {who}" for end in ends for who in end.left),
-        f"looked {len(ends)} times",
-    )
+    yield checked("every session ended by what ends one, with its exit code", wrong, f"{len(ends)} sessions")
+    left = (f"session {end.session}: {who}" for end in ends for who in end.left)
+    yield checked("no process outlived its controller", left, f"looked {len(ends)} times")
     lost, unexplained = _losses(struck, seen)
     yield checked("nobody was lost without a fault", unexplained, f"{lost} losses")
 
@@ -106,28 +96,24 @@ def growth(samples: Sequence[Sample]) -> Iterator[Row]:
             found.append(sample)
     long = {number: found for number, found in sessions.items() if found and found[-1].time - found[0].time >= _LONG}
     counts: dict[str, Callable[[Sample], int]] = {
-        "descriptors": lambda sample: sample.descriptors,
-        "threads": lambda sample: sample.threads,
-        "descriptors of the fork server": lambda sample: sample.fork_server_descriptors,
+        "descriptors": attrgetter("descriptors"),
+        "threads": attrgetter("threads"),
+        "descriptors of the fork server": attrgetter("fork_server_descriptors"),
     }
     for name, held in counts.items():
         # The fewest of a while: in a move there are more.
         grown = {n: min(map(held, found[-15:])) - min(map(held, found[:15])) for n, found in long.items()}
-        yield checked(
-            f"{name} do not become more",
-            (f"session {number}: {by:+d}" for number, by in grown.items() if by > _FEW_DESCRIPTORS),
-            f"at most {max(grown.values(), default=0):+d} in {len(long)} sessions of a minute and more",
-        )
+        wrong = (f"session {number}: {by:+d}" for number, by in grown.items() if by > _FEW_DESCRIPTORS)
+        most = f"at most {max(grown.values(), default=0):+d} in {len(long)} sessions of a minute and more"
+        yield checked(f"{name} do not become more", wrong, most)
     rates = {
         number: (found[-1].memory - found[0].memory) / 2**20 / ((found[-1].time - found[0].time) / 60)
         for number, found in long.items()
         if found[-1].time - found[0].time >= _LONGER
     }
-    yield checked(
-        "the controller's memory does not run away",
-        (f"session {number}: {rate:+.1f} MiB a minute" for number, rate in rates.items() if rate > _GROWTH),
-        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute in {len(rates)} sessions of two minutes",
-    )
+    wrong = (f"session {number}: {rate:+.1f} MiB a minute" for number, rate in rates.items() if rate > _GROWTH)
+    most = f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute in {len(rates)} sessions of two minutes"
+    yield checked("the controller's memory does not run away", wrong, most)
 
 
 def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Row]:

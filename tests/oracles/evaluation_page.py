@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.evaluation.cells import Result
-from benchmarks.evaluation.experiment import Experiment, Found
-from benchmarks.page import with_tables
+from benchmarks.evaluation.experiment import Experiment, Found, with_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 

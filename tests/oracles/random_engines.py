@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, get_args
 
-from benchmarks.fidelity.drafts import with_drafts
-from benchmarks.fidelity.tiered import with_tier
+from benchmarks.fidelity.variants import with_drafts, with_tier
 from libra.cost.afd import StageGrid
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import Balancing, power_law

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from simulated import assert_visited_alike, simulate
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 
-from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.variants import with_drafts
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request

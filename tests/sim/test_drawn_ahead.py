@@ -20,8 +20,8 @@ from test_async_scheduling import stopping
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 from test_engines_file import load
 
-from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.variants import with_drafts
 from libra.config.yaml_file import ConfigError
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cluster_equality import LONGEST, STEP, Scenario, assert_equal, costs, scenarios
 
-from benchmarks.fidelity.drafts import with_drafts
+from benchmarks.fidelity.variants import with_drafts
 from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import RoundRobin
 from libra.route.catalogue import policy_named

@@ -16,8 +16,8 @@ from simulated import assert_visited_alike, simulate
 from test_async_scheduling import stopping
 from test_batching_equality import affine_costs, knee_costs, longest_iteration, seeds, timed
 
-from benchmarks.fidelity.hybrid import with_groups
 from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.variants import with_groups
 from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.config import DECODE, EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost

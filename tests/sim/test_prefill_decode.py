@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
-from benchmarks.fidelity.tiered import with_tier
+from benchmarks.fidelity.variants import with_tier
 from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import LeastLoaded
 from libra.route.catalogue import policy_named

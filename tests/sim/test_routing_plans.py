@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.evaluation.engines import a800_nodes, profiles_of
+from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.rollout_price_cases import make_case
 from benchmarks.routing_plans import MOST, OURS, SEARCH, Question, halves, question, ratios, without_waits
 from libra.config.recipe import Recipe

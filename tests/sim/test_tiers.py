@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fidelity.tiered import random_tier, tiered_cluster
+from benchmarks.fidelity.variants import random_tier, tiered_cluster
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,39 +28,35 @@ class Damage:
     byte: int
 
     def __call__(self, path: Path) -> None:
-        content = path.read_bytes()
-        place = int(self.at * len(content))
+        if self.kind in _INSTEAD:
+            path.unlink()
+            _INSTEAD[self.kind](path, self.byte)
+        else:
+            path.write_bytes(self._damaged(path.read_bytes()))
+
+    def _damaged(self, content: bytes) -> bytes:
+        place, lines = int(self.at * len(content)), content.splitlines(keepends=True)
+        line = int(self.at * len(lines))
         match self.kind:
             case "flip" if content:
                 place = min(place, len(content) - 1)
-                path.write_bytes(
-                    content[:place] + bytes([content[place] ^ (1 << self.byte % 8)]) + content[place + 1 :]
-                )
+                return content[:place] + bytes([content[place] ^ (1 << self.byte % 8)]) + content[place + 1 :]
             case "cut":
-                path.write_bytes(content[:place])
+                return content[:place]
             case "insert":
-                path.write_bytes(content[:place] + bytes([self.byte]) * (1 + self.byte) + content[place:])
+                return content[:place] + bytes([self.byte]) * (1 + self.byte) + content[place:]
             case "zero":
-                path.write_bytes(content[:place] + bytes(len(content) - place))
+                return content[:place] + bytes(len(content) - place)
             case "lines":  # one is gone
-                lines = content.splitlines(keepends=True)
-                path.write_bytes(b"".join(lines[: int(self.at * len(lines))] + lines[int(self.at * len(lines)) + 1 :]))
+                return b"".join(lines[:line] + lines[line + 1 :])
             case "twice":
-                lines = content.splitlines(keepends=True)
-                path.write_bytes(b"".join(lines + lines[: int(self.at * len(lines))]))
+                return b"".join(lines + lines[:line])
             case "number":
-                path.write_bytes(content.replace(b"1", b"9" * (1 + 20 * self.byte)))
+                return content.replace(b"1", b"9" * (1 + 20 * self.byte))
             case "value":  # of one number
-                path.write_bytes(self._with_value(content))
-            case "nested":
-                path.write_bytes(b"[" * 100_000)
-            case "no text":
-                path.write_bytes(b"\xff\xfe\n" * (1 + self.byte))
-            case "empty":
-                path.write_bytes(b"")
-            case "directory" | "link" | "fifo" | "gone":
-                path.unlink()
-                self._instead(path)
+                return self._with_value(content)
+        instead = {"nested": b"[" * 100_000, "no text": b"\xff\xfe\n" * (1 + self.byte), "empty": b""}
+        return instead.get(self.kind, content)
 
     def _with_value(self, content: bytes) -> bytes:
         numbers = list(_NUMBER.finditer(content))
@@ -69,19 +65,16 @@ class Damage:
         found = numbers[min(int(self.at * len(numbers)), len(numbers) - 1)]
         return content[: found.start()] + _VALUES[self.byte % len(_VALUES)] + content[found.end() :]
 
-    def _instead(self, path: Path) -> None:
-        match self.kind:
-            case "directory":
-                path.mkdir()
-            case "link":
-                path.symlink_to("/etc/hostname" if self.byte % 2 else "nowhere")
-            case "fifo":
-                os.mkfifo(path)
 
-
+_INSTEAD: dict[str, Callable[[Path, int], object]] = {
+    "gone": lambda path, byte: None,
+    "directory": lambda path, byte: path.mkdir(),
+    "link": lambda path, byte: path.symlink_to("/etc/hostname" if byte % 2 else "nowhere"),
+    "fifo": lambda path, byte: os.mkfifo(path),
+}
 KINDS = (
     *("flip", "cut", "insert", "zero", "lines", "twice", "number", "value", "nested", "no text", "empty"),
-    *("gone", "directory", "link", "fifo"),
+    *_INSTEAD,
 )
 STRANGE = ("checkpoint-999", "checkpoint-foo", "checkpoint-3.part", "episodes-foo.jsonl/", "episodes-00009.jsonl/")
 

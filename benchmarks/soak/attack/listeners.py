@@ -22,7 +22,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from benchmarks.rows import Row, below, never
 from benchmarks.soak.attack.servers import Server, emulate, route, started
@@ -51,7 +50,6 @@ class Target:
 
     name: str
     server: Server
-    port: int
     ask: Ask
     slow: bytes
     bombs: tuple[bytes, ...]
@@ -61,60 +59,42 @@ def attack_listeners(folder: Path, seconds: float, say: Callable[[str], None]) -
     """Attack one listener after the other for `seconds` each."""
     with ExitStack() as stack:
         for target in _targets(folder, stack):
+            name, server = target.name, target.server
             alone, attacked, before, wrong = _attack(target, seconds)
-            say(f"{target.name}: {1e3 * alone:.1f} ms alone, {1e3 * attacked:.1f} ms attacked")
-            ended = [] if target.server.alive else ["it ended"]
-            yield never(
-                ATTACK, f"ends of the {target.name}, and requests of others without an answer", ended + wrong, ""
-            )
-            times = attacked / alone
-            what = f"P99 of others at the {target.name}, {1e3 * alone:.1f} ms before"
-            yield below(ATTACK, what, times, "times", _MOST_TIMES)
-            if target.server.alive:
-                grown = _megabytes(target.server) - before
-                yield below(ATTACK, f"memory that the {target.name} keeps", grown, "MB", _MOST_MEGABYTES)
-            target.server.end()
-
-
-def _megabytes(server: Server) -> float:
-    process = psutil.Process(server.process.pid)
-    return float(sum(each.memory_info().rss for each in (process, *process.children(recursive=True))) / 1e6)
+            say(f"{name}: {1e3 * alone:.1f} ms alone, {1e3 * attacked:.1f} ms attacked")
+            ended = [] if server.alive else ["it ended"]
+            yield never(ATTACK, f"ends of the {name}, and requests of others without an answer", ended + wrong, "")
+            what = f"P99 of others at the {name}, {1e3 * alone:.1f} ms before"
+            yield below(ATTACK, what, attacked / alone, "times", _MOST_TIMES)
+            if server.alive:
+                grown = server.megabytes - before
+                yield below(ATTACK, f"memory that the {name} keeps", grown, "MB", _MOST_MEGABYTES)
+            server.end()
 
 
 def _targets(folder: Path, stack: ExitStack) -> Iterator[Target]:
     engine = stack.enter_context(started(*emulate(folder / "behind.yaml", "--port", 0)))
     gateway = stack.enter_context(started(*route(folder / "gateway.yaml", [engine]), files=_FILES))
-    yield _completing("gateway", gateway)
+    yield _http("gateway", gateway, _turn(gateway.port), "/v1/completions")
     engine.end()
     alone = stack.enter_context(started(*emulate(folder / "alone.yaml", "--port", 0), files=_FILES))
-    yield _completing("emulated engine", alone)
-    module = "benchmarks.soak.attack.listening"
+    yield _http("emulated engine", alone, _turn(alone.port), "/v1/completions")
     for kind in ("metrics", "weights", "rendezvous"):
-        here = folder / kind
-        here.mkdir()
-        server = stack.enter_context(started(module, kind, here, files=_FILES))
-        port, token = server.said["port"], server.said["token"]
+        (folder / kind).mkdir()
+        server = stack.enter_context(started("benchmarks.soak.attack.listening", kind, folder / kind, files=_FILES))
+        token = server.said["token"]
         match kind:
             case "metrics":
-                yield _http("metrics", server, port, _get(port, "/metrics", token), _bodies("/metrics"))
+                yield _http("metrics", server, _get(server.port, "/metrics", token), "/metrics")
             case "weights":
-                yield Target("publisher of weights", server, port, _follow(port, token), _first_frame(), _frames())
+                yield Target("publisher of weights", server, _follow(server.port, token), _first_frame(), _frames())
             case _:
-                yield Target("store of replicas", server, port, _meet(port, token), b"0" * 1000, _frames())
+                yield Target("store of replicas", server, _meet(server.port, token), b"0" * 1000, _frames())
 
 
-def _completing(name: str, server: Server) -> Target:
-    port, path = _port(server), "/v1/completions"
-    return _http(name, server, port, _turn(port, path), _bodies(path))
-
-
-def _port(server: Server) -> int:
-    return int(server.said["base"].rpartition(":")[2])
-
-
-def _http(name: str, server: Server, port: int, ask: Ask, bombs: tuple[bytes, ...]) -> Target:
+def _http(name: str, server: Server, ask: Ask, path: str) -> Target:
     slow = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 4000
-    return Target(name, server, port, ask, slow, bombs)
+    return Target(name, server, ask, slow, _bodies(path))
 
 
 def _attack(target: Target, seconds: float) -> tuple[float, float, float, list[str]]:
@@ -123,7 +103,7 @@ def _attack(target: Target, seconds: float) -> tuple[float, float, float, list[s
     wrong: list[str] = []
     asyncio.run(_ask(target.ask, seconds / 4, []))  # what is loaded at first
     alone = asyncio.run(_ask(target.ask, seconds / 2, wrong))
-    before = _megabytes(target.server)
+    before = target.server.megabytes
     strangers = get_context("fork").Process(target=_strangers, args=(target,), daemon=True)
     strangers.start()
     try:
@@ -133,7 +113,8 @@ def _attack(target: Target, seconds: float) -> tuple[float, float, float, list[s
         strangers.join()
     time.sleep(_RETURN_SECONDS)
     asyncio.run(_ask(target.ask, 1.0, wrong))
-    return _tail(alone), _tail(attacked), before, wrong
+    alone_tail, attacked_tail = (float(np.quantile(it, _TAIL, method="lower")) for it in (alone, attacked))
+    return alone_tail, attacked_tail, before, wrong
 
 
 def _strangers(target: Target) -> None:
@@ -144,17 +125,13 @@ def _strangers(target: Target) -> None:
     async def attack() -> None:
         async with asyncio.TaskGroup() as strangers:
             for number in range(_IDLE):
-                strangers.create_task(_idle(target.port, number))
+                strangers.create_task(_idle(target.server.port, number))
             for number in range(_SLOW):
-                strangers.create_task(_drip(target.port, target.slow, number))
+                strangers.create_task(_drip(target.server.port, target.slow, number))
             for number in range(_BOMBERS):
-                strangers.create_task(_bomb(target.port, target.bombs, number))
+                strangers.create_task(_bomb(target.server.port, target.bombs, number))
 
     asyncio.run(attack())
-
-
-def _tail(seconds: list[float]) -> float:
-    return sorted(seconds)[int(_TAIL * (len(seconds) - 1))]
 
 
 async def _ask(ask: Ask, seconds: float, wrong: list[str]) -> list[float]:
@@ -163,13 +140,11 @@ async def _ask(ask: Ask, seconds: float, wrong: list[str]) -> list[float]:
     while not took or time.monotonic() < ends:
         began = time.monotonic()
         try:
-            answered = await asyncio.wait_for(ask(), _PATIENCE)
-            why = "" if answered else "another answer"
+            if not await asyncio.wait_for(ask(), _PATIENCE):
+                wrong.append("another answer")
         except (OSError, TimeoutError, EOFError) as error:
-            why = repr(error)
+            wrong.append(repr(error))
         took.append(time.monotonic() - began)
-        if why:
-            wrong.append(why)
         await asyncio.sleep(_PAUSE)
     return took
 
@@ -266,9 +241,9 @@ def _frames() -> tuple[bytes, ...]:
 # The other client
 
 
-def _turn(port: int, path: str) -> Ask:
-    asked = _post(path, json.dumps({"prompt": [1] * 40, "max_tokens": 16}).encode(), "Connection: close")
-    return _answered(port, asked)
+def _turn(port: int) -> Ask:
+    body = json.dumps({"prompt": [1] * 40, "max_tokens": 16}).encode()
+    return _answered(port, _post("/v1/completions", body, "Connection: close"))
 
 
 def _get(port: int, path: str, token: str) -> Ask:

@@ -22,7 +22,6 @@ import yaml
 
 from libra.backends.launch.worker import die_with
 
-MODULE = [sys.executable, "-m"]
 LONGEST = 16_384  # tokens of a context
 _PATIENCE, _PAUSE = 60.0, 0.1  # seconds
 
@@ -40,8 +39,14 @@ class Server:
         return self.process.poll() is None
 
     @property
+    def port(self) -> int:
+        return int(self.said["port"] if "port" in self.said else self.said["base"].rpartition(":")[2])
+
+    @property
     def megabytes(self) -> float:
-        return psutil.Process(self.process.pid).memory_info().rss / 1e6
+        """Memory of the process and of those that it started."""
+        process = psutil.Process(self.process.pid)
+        return float(sum(each.memory_info().rss for each in (process, *process.children(recursive=True))) / 1e6)
 
     def end(self) -> None:
         """A second time does nothing."""
@@ -51,17 +56,10 @@ class Server:
 
 def start(*words: object, files: int | None = None) -> Server:
     """Start `python -m WORDS`. `files`: its limit of open files, soft and hard."""
-    command = [*MODULE, *map(str, words)]
+    command = [sys.executable, "-m", *map(str, words)]
     if files is not None:
         command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *command]
-    ours = os.getpid()
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        preexec_fn=lambda: die_with(ours),  # it outlives no attack
-    )
+    process = _process(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
     assert process.stdout is not None
     if not (line := process.stdout.readline()):
         raise RuntimeError(f"{' '.join(map(str, words))} ended with status {process.wait()}")
@@ -79,17 +77,20 @@ def started(*words: object, files: int | None = None) -> Iterator[Server]:
 
 @contextmanager
 def answering(command: Sequence[str], base: str) -> Iterator[None]:
-    """A program of others, which lacks the following when it is ready."""
-    ours = os.getpid()
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=lambda: die_with(ours)
-    )
+    """A program of others, which does not say when it is ready."""
+    process = _process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_healthy(process, base)
         yield
     finally:
         process.kill()
         process.wait()
+
+
+def _process(command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+    """A process that outlives no attack."""
+    ours = os.getpid()
+    return subprocess.Popen(command, preexec_fn=lambda: die_with(ours), **more)
 
 
 def wait_until_healthy(process: subprocess.Popen[Any], base: str) -> None:
@@ -122,10 +123,8 @@ def emulate(file: Path, *options: object, **more: object) -> tuple[object, ...]:
 
 def route(file: Path, engines: Sequence[Server], *options: object) -> tuple[object, ...]:
     """The words that route to these emulated engines by `file`, which is written."""
-    described = [
-        {"name": f"e{number}", "url": next(iter(server.said["engines"].values())), "max_model_len": LONGEST}
-        for number, server in enumerate(engines)
-    ]
+    urls = (next(iter(server.said["engines"].values())) for server in engines)
+    described = [{"name": f"e{number}", "url": url, "max_model_len": LONGEST} for number, url in enumerate(urls)]
     content = {"engines": described, "route": "least-loaded", "turn_tokens": 64, "engine_timeout_seconds": 3.0}
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     return ("libra.cli.app", "route", file, "--port", 0, "--json", *options)

@@ -106,13 +106,8 @@ async def _strike(
         process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGTERM)
         await asyncio.to_thread(process.wait)
         await asyncio.sleep(down if kind == "kill" else 0.0)
-        engines[number] = await asyncio.to_thread(start, *_again(engines[number]))
-
-
-def _again(engine: Server) -> tuple[str, ...]:
-    """The words that start it at the same port."""
-    *words, _ = engine.words
-    return (*words, engine.said["base"].rpartition(":")[2])
+        engine = engines[number]  # is started again at its port
+        engines[number] = await asyncio.to_thread(start, *engine.words[:-1], engine.port)
 
 
 @dataclass(slots=True)

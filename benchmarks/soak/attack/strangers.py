@@ -28,8 +28,10 @@ from libra.lend.backend.serving_token import ServingToken
 from libra.lend.weights.wire import Hello, pack
 
 ATTACK = "another user"
-_READ, _ENDED = "what a stranger read, set or was answered", "processes that a stranger ended"
-_TAKEN = "pages prepared by a stranger that were taken"
+_READ, _ENDED, _TAKEN = (
+    *("what a stranger read, set or was answered", "processes that a stranger ended"),
+    "pages prepared by a stranger that were taken",
+)
 
 # Tries each, and prints what came of it: "refused", or what was read, in hexadecimal.
 _TRIES = """
@@ -130,16 +132,15 @@ def _started(folder: Path, stack: ExitStack) -> tuple[dict[str, Server], list[Tr
         tried("read", f"/proc/{server.process.pid}/environ")
     tried("make", folder / "agent" / "made")
     for name in ("gateway", "emulated engine", "metrics"):
-        port = int(servers[name].said["base"].rpartition(":")[2])
         for asked in _requests():
-            tried("http", port, asked)
+            tried("http", servers[name].port, asked)
     grid = Grid(1 << 22, "bfloat16")
     for shown in ("", "0" * 32):
-        tried("tcp", servers["weights"].said["port"], pack(Hello(shown, grid, "", [(-1, 4)], [(1, 4)])))
+        tried("tcp", servers["weights"].port, pack(Hello(shown, grid, "", [(-1, 4)], [(1, 4)])))
     for call in (["a/0", 0.0, b"mine"], ["a/0", 0.0]):
         body = msgspec.msgpack.encode(call)
         for shown in ("", "0" * 32, "x" * 5000):
-            tried("tcp", servers["rendezvous"].said["port"], shown.encode() + struct.pack("!I", len(body)) + body)
+            tried("tcp", servers["rendezvous"].port, shown.encode() + struct.pack("!I", len(body)) + body)
     return servers, tries
 
 

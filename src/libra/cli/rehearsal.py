@@ -114,7 +114,7 @@ def rehearse(
     if as_json:
         typer.echo(text, nl=False)
     else:
-        show(rehearsed.plan, outcome, len(rehearsed.log), seed)
+        show(rehearsed.plan, outcome, named, len(rehearsed.log), seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
@@ -116,6 +115,7 @@ def route(
         if page_port is not None:
             require("report")
         from libra.serve.guard import read_token
+        from libra.serve.http import run
         from libra.serve.span_endpoint import span_endpoint
 
         token = None if token_file is None else read_token(token_file)
@@ -128,7 +128,7 @@ def route(
 
                 tracer = watching.enter_context(exporting(collector, "libra-route"))
                 watchers.append(watching.enter_context(closing(Spans(tracer))))
-            asyncio.run(_serve(asked, router, host, port, token, log, watchers, page_port, as_json))
+            run(_serve(asked, router, host, port, token, log, watchers, page_port, as_json))
         if state is not None:
             write_whole(state, json.dumps(router.snapshot()))
     except (ValueError, OSError, DiskError) as error:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import AddrInfoType, web
 from aiohttp.http_exceptions import LineTooLong
@@ -114,8 +114,7 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if self not in self._connections.idle:  # another one took its place before there was anything to close
-            assert isinstance(transport, asyncio.Transport)
-            transport.abort()
+            cast(asyncio.Transport, transport).abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.idle.pop(self, None)
@@ -151,14 +150,13 @@ class RefusedConnection(asyncio.Protocol):
         self._end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport = cast(asyncio.Transport, transport)
         self._connections.refused += 1
         transport.write(_BUSY)
         if self._connections.refused > _REFUSED:
             transport.close()
         else:
             self._end = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, transport.close)
-        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         self._transport.close()

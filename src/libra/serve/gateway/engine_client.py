@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from libra.serve.connections import Connections
+from libra.serve.gateway.engine_connections import KEEPALIVE_SECONDS, EngineConnections
 from libra.serve.gateway.loops import VIA, new_mark
 
-# Seconds of an idle connection: vLLM closes it after 5, and a request at that moment would lose its engine.
-_KEEPALIVE = 4.0
 _CONNECT_TIMEOUT = 5.0  # seconds until an engine accepts a connection
 _UNSAID = ("Accept", "User-Agent")  # headers that aiohttp would add
 
 
 class EngineClient:
-    """Has a session while it runs. `mark` is in `Via` of all that it sends."""
+    """While it runs, it has `connections` for turns and a `session` for all else. `mark` is in `Via` of all that
+    it sends."""
 
     session: ClientSession
+    connections: EngineConnections
 
     def __init__(self) -> None:
         self.mark = new_mark()
@@ -27,11 +29,17 @@ class EngineClient:
     @asynccontextmanager
     async def running(self, connections: Connections) -> AsyncIterator[None]:
         async with ClientSession(
-            connector=TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=connections.socket),
+            connector=TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, socket_factory=connections.socket),
             cookie_jar=DummyCookieJar(),
             headers={VIA: self.mark},
             skip_auto_headers=_UNSAID,
             timeout=ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT),
             auto_decompress=False,
         ) as self.session:
-            yield
+            self.connections = EngineConnections(connections)
+            closing = asyncio.create_task(self.connections.keep_closing())
+            try:
+                yield
+            finally:
+                closing.cancel()
+                self.connections.close()

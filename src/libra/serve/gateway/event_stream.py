@@ -32,14 +32,19 @@ class EventStream:
         self._held = bytearray()  # the unfinished event
         self._after_cr = False  # a line feed that follows belongs to the carriage return before it
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the next chunk continues an event, or the line end of the last one."""
+        return bool(self._held) or self._after_cr
+
     def feed(self, chunk: bytes) -> list[bytes]:
         """Finished events, each with the empty line at its end, and comment lines at once: they are keep-alives. Raises
         ValueError for an event above the size limit."""
         held = self._held
-        if not held and not self._after_cr and b"\r" not in chunk:
+        if not self.unfinished and b"\r" not in chunk:
             *events, rest = chunk.split(b"\n\n")
             if not rest:  # as engines send them
-                return [event + b"\n\n" for event in events]
+                return [chunk] if len(events) == 1 else [event + b"\n\n" for event in events]
         events = []
         if self._after_cr and chunk.startswith(b"\n"):
             events.append(b"\n")

@@ -25,6 +25,7 @@ from libra.serve.gateway.ends import TrajectoryEnds
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import TurnFormat
 from libra.serve.gateway.health import RECHECK_SECONDS, HealthMonitor
+from libra.serve.gateway.loops import VIA
 from libra.serve.gateway.relay import Relayed, relay
 from libra.serve.gateway.sessions import Sessions, TurnSession
 from libra.serve.gateway.traced import passed_on
@@ -171,9 +172,9 @@ class Turns:
     async def _relay(self, turn: RoutedTurn, engine: Upstream, body: bytes) -> Relayed:
         attempt = Attempt(self.upstreams, engine, turn.needed.context_tokens)
         own = engine.authorization(None if self.guarded else turn.request)
-        headers = {**passed_on(turn.request), **self.watcher.headers(turn), **own}
+        headers = {VIA: self.client.mark, **passed_on(turn.request), **self.watcher.headers(turn), **own}
         relayed = await relay(
-            self.client.session,
+            self.client.connections,
             turn.request,
             turn.format.path,
             headers,

@@ -22,6 +22,7 @@ from libra.live.work import HeldTurn, Took
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Fleet
 from libra.serve.gateway.config import UpstreamSection
+from libra.serve.gateway.engine_connections import EngineAddress
 from libra.serve.gateway.traced import sendable
 
 _STRIKES = 3  # turns in sequence that an engine fails with status 500, and another engine serves
@@ -71,6 +72,7 @@ class Upstream(LiveServer):
     def __init__(self, section: UpstreamSection, pace: Pace) -> None:
         super().__init__(section.name, section.bucket, section.max_model_len or 0, pace)  # 0: not known, out of service
         self.section = section
+        self.address = EngineAddress.of(section.root)
         self.healthy = False
         self.problem: str | None = None  # why the last check failed
         self.look = asyncio.Event()  # set: check its health now, or soon if it is out of service
@@ -112,7 +114,8 @@ class Attempt:
     def __init__(self, upstreams: Upstreams, engine: Upstream, context: int) -> None:
         self.engine = engine
         self.failure: TurnFailure | None = None  # why it was aborted
-        self.last_byte = asyncio.get_running_loop().time()  # when the engine last sent anything of this turn
+        self._now = asyncio.get_running_loop().time
+        self.last_byte = self._now()  # when the engine last sent anything of this turn
         self._upstreams, self._context, self._scope = upstreams, context, asyncio.timeout(None)
         self._held: HeldTurn | None = None
         self.took: Took | None = None  # once it is over
@@ -134,7 +137,7 @@ class Attempt:
 
     def touch(self) -> None:
         """Note that the engine has just sent part of the turn."""
-        self.last_byte = self.engine.last_byte = asyncio.get_running_loop().time()
+        self.last_byte = self.engine.last_byte = self._now()
 
     def abort(self, failure: TurnFailure) -> None:
         """End the context with TimeoutError; `failure` holds the reason."""

@@ -1,7 +1,4 @@
-"""The scheduler's half of vLLM's NIXL connector in pull mode, without a network.
-
-A module of its own, which vLLM loads by name.
-"""
+"""Connectors of vLLM's scheduler, without a network: they are in a module of their own, which vLLM loads by name."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from libra.sim.engine.config import EngineConfig
 
@@ -58,3 +56,24 @@ class PullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, *arguments: Any, **options: Any) -> None: ...
     def save_kv_layer(self, *arguments: Any, **options: Any) -> None: ...
     def wait_for_save(self) -> None: ...
+
+
+class TierConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM goes through a set of them, in no order that means anything."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ended: list[str] = []
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._ended.append(request.request_id)
+        finished: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return finished
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        ended, self._ended = self._ended, []
+        finished = scheduler_output.finished_req_ids
+        scheduler_output.finished_req_ids = [name for name in ended if name in finished]
+        metadata = super().build_connector_meta(scheduler_output)
+        scheduler_output.finished_req_ids = finished
+        return metadata

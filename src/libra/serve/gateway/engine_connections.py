@@ -1,0 +1,271 @@
+"""Connections to engines that carry turns, over HTTP/1.1.
+
+Turns are nearly all that a gateway does, and most of a turn's CPU time would be a general client's. This one sends one
+kind of request, and wakes its task at most once for each read of the socket.
+
+Invariant: a connection carries one turn at a time, and is used again only after the whole answer. What an engine sends
+is buffered up to `_UNREAD` bytes, then its socket is not read until the buffer has been taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
+from typing import Self, cast
+
+import httptools
+from multidict import CIMultiDict
+from yarl import URL
+
+from libra.serve.connections import Connections
+
+KEEPALIVE_SECONDS = 4.0  # of an idle connection: vLLM closes it after 5, and a turn at that moment would be lost
+_CONNECT_SECONDS = 5.0  # until an engine accepts a connection
+_HEAD_BYTES = 64 * 2**10  # of an answer's head, at most
+_UNREAD = 2**18  # bytes
+_JOINED = 2**16  # bytes of a body that is sent in one piece with its head
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server, as far as a connection depends on it."""
+
+    host: str
+    port: int
+    secure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Parts of an engine's URL."""
+
+    endpoint: Endpoint
+    host: str  # value of the header
+    path: str  # without a slash at the end
+
+    @classmethod
+    def of(cls, root: str) -> Self:
+        """`root` is a URL with a scheme and a host."""
+        url = URL(root)
+        assert url.raw_host is not None and url.port is not None
+        host = f"[{url.raw_host}]" if ":" in url.raw_host else url.raw_host
+        named = host if url.is_default_port() else f"{host}:{url.port}"
+        return cls(Endpoint(url.raw_host, url.port, url.scheme == "https"), named, url.raw_path.rstrip("/"))
+
+
+class EngineConnections:
+    """Call `to` for each turn. `made` counts new connections for the collection of garbage."""
+
+    def __init__(self, made: Connections) -> None:
+        self._made = made
+        self._idle: dict[Endpoint, deque[EngineConnection]] = {}  # of each endpoint, the longest idle first
+
+    async def to(self, endpoint: Endpoint) -> EngineConnection:
+        """A connection, to be used as an async context. Raises OSError if the engine accepts none in time."""
+        idle = self._idle.get(endpoint)
+        while idle:
+            connection = idle.pop()
+            if connection.usable():
+                return connection
+        self._made.made += 1
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, connection = await loop.create_connection(
+                    lambda: EngineConnection(self._idle.setdefault(endpoint, deque())),
+                    endpoint.host,
+                    endpoint.port,
+                    ssl=_trusted() if endpoint.secure else None,
+                )
+        except TimeoutError:
+            raise ConnectionError(f"it accepted no connection in {_CONNECT_SECONDS:g} s") from None
+        return connection
+
+    async def keep_closing(self) -> None:
+        """Close connections that have been idle for too long, until cancelled."""
+        while True:
+            await asyncio.sleep(KEEPALIVE_SECONDS / 2)
+            for idle in self._idle.values():
+                while idle and not idle[0].usable():
+                    idle.popleft()
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().abort()
+
+
+class EngineConnection(asyncio.Protocol):
+    """An answer's `status` and `headers` are those of the latest `post`."""
+
+    def __init__(self, idle: deque[EngineConnection]) -> None:
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self._idle, self._idle_since = idle, 0.0
+        self._transport: asyncio.Transport
+        self._open = False
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._pieces: list[bytes] = []  # of the body, not taken yet
+        self._taker: Callable[[bytes], bool] | None = None  # of pieces that arrive
+        self._unread = self._head_bytes = 0
+        self._headed = self._ended = True  # whether the head, and all of the answer, have arrived
+        self._reusable = True
+        self._paused = False  # whether the socket is not read
+        self._lost: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
+        """Send a request, and wait for the head of the answer. Raises OSError if the connection is lost, ValueError for
+        headers that cannot be sent and for an answer that is no HTTP."""
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"])
+        if head.count("\n") != len(lines) + 2 or head.count("\r") != len(lines) + 2:
+            raise ValueError("a header has more than one line")
+        if not self._open:
+            await self._more()  # raises why
+        self.headers = CIMultiDict()
+        self._head_bytes, self._headed, self._ended, self._reusable = 0, False, False, False
+        self._taker = None
+        if len(body) <= _JOINED:
+            self._transport.write(head.encode() + body)
+        else:
+            self._transport.write(head.encode())
+            self._transport.write(body)
+        while not self._headed:
+            await self._more()
+
+    @property
+    def content_type(self) -> str:
+        """Type of the answer, without parameters."""
+        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    async def readany(self, at_once: Callable[[bytes], bool] | None = None) -> bytes:
+        """The bytes of the body that have arrived since the last call, at least one; b"" at the end. Bytes that arrive
+        while it waits go to `at_once` first; if that returns True, it has taken them. Raises as `post`."""
+        while not (pieces := self._pieces):
+            if self._ended:
+                return b""
+            self._taker = at_once
+            await self._more()
+        self._pieces, self._unread = [], 0
+        if self._paused and self._open:
+            self._paused = False
+            self._transport.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _more(self) -> asyncio.Future[None]:
+        """Done once something has arrived. Raises OSError or ValueError if nothing will."""
+        if self._lost is not None:
+            raise self._lost
+        self._waiter = waiter = self._loop.create_future()
+        return waiter
+
+    def usable(self) -> bool:
+        """Whether an idle connection may carry a turn. False: it is closed now."""
+        if self._open and not self._transport.is_closing() and self._loop.time() < self._idle_since + KEEPALIVE_SECONDS:
+            return True
+        self.abort()
+        return False
+
+    def abort(self) -> None:
+        if self._open:
+            self._transport.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ended and self._reusable and not self._pieces and self._lost is None:
+            self._idle_since = self._loop.time()
+            self._idle.append(self)
+        else:
+            self.abort()
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._open = True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
+            self._lose(ValueError(f"an answer that is no HTTP ({type(error).__name__})"))
+        if not self._headed:
+            self._head_bytes += len(data)  # of a header that has not ended
+            if self._head_bytes > _HEAD_BYTES:
+                self._lose(ValueError("an answer whose head is too long"))
+        if self._unread > _UNREAD and not self._paused and self._open:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._headed and not self._ended and exc is None and self._lost is None and self._until_closed():
+            self._ended = True
+        elif self._lost is None:
+            self._lost = exc or ConnectionResetError("it closed the connection")
+        self._open = self._reusable = False
+        del self._parser, self._transport  # they refer to this connection
+        self._wake()
+
+    def _lose(self, error: ValueError) -> None:
+        self._lost = error
+        self.abort()
+
+    def _until_closed(self) -> bool:
+        """Whether the end of the connection is the end of the answer (RFC 9112, 6.3)."""
+        return "Content-Length" not in self.headers and "Transfer-Encoding" not in self.headers
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is None or waiter.done() or not (self._headed or self._lost is not None):
+            return
+        if self._taker is not None and self._pieces and self._taker(b"".join(self._pieces)):
+            self._pieces, self._unread = [], 0
+            if not self._ended and self._lost is None:
+                return
+        self._waiter = None
+        waiter.set_result(None)
+
+    # What httptools calls
+
+    def on_message_begin(self) -> None:
+        if self._ended:
+            raise ValueError("an answer that was not asked for")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > _HEAD_BYTES:
+            raise ValueError("an answer whose head is too long")
+        self.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            self.headers.clear()  # the answer is still to come
+        else:
+            self._headed = True
+
+    def on_body(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._unread += len(piece)
+
+    def on_message_complete(self) -> None:
+        if self._headed:
+            self._ended, self._reusable = True, self._parser.should_keep_alive()
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    return ssl.create_default_context()
