@@ -653,7 +653,7 @@ def test_another_batch_keeps_the_weights_of_the_log_and_says_so(
     shown = libra("explain", plans["async"], "--what-if", assumption)
     assert shown.exit_code == 0, shown.stderr
     assert (
-        "trajectories weigh as in the plan, whose batch is 64: libra plan --what-if batch=128" in shown.stdout
+        "trajectories keep their weights from the plan with batch 64; libra plan --what-if batch=128" in shown.stdout
     ) is said
 
 

@@ -154,7 +154,7 @@ H100 = NodeClass("h100", 32, 8, GPUS["H100"], intra_bandwidth=450e9, inter_bandw
         ("H200", {"rollout_dtype": "bf16"}, f"{OVER_NODES}, or rollout_dtype: fp8"),
         ("H100", {"rollout_dtype": "fp8"}, f"{OVER_NODES}, or 8 H200 a node"),
         ("H100", {}, f"{OVER_NODES}, or 8 H200 a node"),  # its checkpoint has 8 bits
-        ("H100", {"gpu_memory_utilization": 0.3}, "give nodes with more memory in all"),
+        ("H100", {"gpu_memory_utilization": 0.3}, "give nodes with more total memory"),
     ],
 )
 def test_a_model_that_no_engine_holds_is_told_what_would(gpu: str, recipe: dict[str, object], remedy: str) -> None:
