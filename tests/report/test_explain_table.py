@@ -33,14 +33,14 @@ HEADLINES = [
         {"bound": Bound("latency", (("training", 50.0), ("latency", 49.0), ("publication", 1.0)), 1, 0.5)},
         "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s; without this bottleneck, a step "
         "could be 50.0 %"
-        " shorter. Largest part: training, 50.0 s; then the longest episodes, 49.0 s; publication of weights, 1.00 s."
+        " shorter. Its parts: training 50.0 s; the longest episodes 49.0 s; publication of weights 1.00 s."
         " No plan is shorter by more than 0.01 %.",
     ),
     (
         {"bound": Bound("latency", (("publication", 70.0), ("rollout", 30.0), ("training", 0.0)), 3, 0.0)},
-        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s. Largest part: publication of weights,"
-        " 1 min 10 s; then generation, 30.0 s (each divided by 3: with staleness 2, 3 batches are under way). No plan"
-        " is shorter by more than 0.01 %.",
+        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s. Its parts, each divided by the 3"
+        " batches under way (staleness 2): publication of weights 1 min 10 s; generation 30.0 s. No plan is shorter by"
+        " more than 0.01 %.",
     ),
     (
         {"bound": Bound("training", (("training", 100.0),), 2, 0.5), "proof": Proof("feasible", 97.0, 0.03)},

@@ -119,11 +119,9 @@ def _parts(bound: Bound) -> str:
     """The parts of a batch's latency, which add up to the step, largest first."""
     if bound.by != "latency":
         return ""
-    largest, *others = (f"{PART_WORDS[name]}, {duration(seconds)}" for name, seconds in bound.parts if seconds > 0)
-    then = f"; then {'; '.join(others)}" if others else ""
-    under_way = f"with staleness {bound.batches - 1}, {bound.batches} batches are under way"
-    divided = f" (each divided by {bound.batches}: {under_way})" if bound.batches > 1 else ""
-    return f"Largest part: {largest}{then}{divided}. "
+    parts = "; ".join(f"{PART_WORDS[name]} {duration(seconds)}" for name, seconds in bound.parts if seconds > 0)
+    under_way = f", each divided by the {bound.batches} batches under way (staleness {bound.batches - 1})"
+    return f"Its parts{under_way if bound.batches > 1 else ''}: {parts}. "
 
 
 def _proven(proof: Proof) -> str:

@@ -139,9 +139,10 @@ def _step(plan: Plan) -> str:
         perfect = request.kind == "cluster" and len(plan.allocation.buckets) > 1 and not request.recall
         assumed = " under a router without errors" if perfect else ""
         return f"A step is predicted to take {predicted}{assumed}; it was not simulated."
+    interval = "" if simulated.error is None else "; ± is a 95 % interval"
     return (
         f"A step takes {step_words(simulated)} in simulation under {simulated.router} ({simulated.steps} steps, seed"
-        f" {simulated.seed}); predicted {predicted}."
+        f" {simulated.seed}{interval}); predicted {predicted}."
     )
 
 
