@@ -81,7 +81,7 @@ class LaunchError(RuntimeError):
 
 
 class ForkError(RuntimeError):
-    """This one worker process cannot be started now; others are not affected."""
+    """A worker process cannot be started now; other workers are not affected."""
 
 
 class ForkServer:
