@@ -136,8 +136,9 @@ def _beginning(runs: Runs, asking: Asking) -> tuple[list[str], int]:
 
 
 def _look(runs: Runs, asking: Asking, order: list[str], rate: float) -> list[str]:
-    """Run the draws once at the rate that is expected, and the record if rivals are worth more than the candidate can
-    be; return the order with the first that missed at its head."""
+    """Run each draw once at the expected rate. Run the record, too, if rivals have a higher value than the candidate
+    can be; return the order with the first that missed at its head.
+    """
     if rate > asking.bound:
         return order
     rivals = tuple(it for it in asking.rivals if it.rate > asking.bound)

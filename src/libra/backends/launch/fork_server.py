@@ -367,7 +367,7 @@ def _probe(kind: DeviceKind) -> Bf16Speed:
         found = answer.read()
     os.waitpid(pid, 0)
     if not found:
-        raise RuntimeError("matrix products could not be tried on this device")
+        raise RuntimeError("the test of matrix products did not run on this device")
     return Bf16Speed(**json.loads(found))
 
 
