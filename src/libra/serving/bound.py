@@ -42,7 +42,7 @@ class RateBound:
 @dataclass(slots=True)
 class Bounds:
     """Bounds of all candidates of one question. Pools that candidates share are computed once. `others` are bounds
-    whose the bounds `others`, whose requests include all of these.
+    of a question whose requests include all of these; prices may be taken from them.
     """
 
     question: SizingQuestion

@@ -1,4 +1,5 @@
-"""Random samples ("draws") of a record that imitate other parts of the same traffic: longer prompts or answers, at a
+"""Random samples ("draws") of a record. They imitate other parts of the same traffic: longer prompts or answers, at a
+higher rate.
 
 Invariant: the same record gives the same draws. A draw has the record's first arrivals at a higher rate, and requests
 of the record in their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix

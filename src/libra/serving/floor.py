@@ -101,8 +101,8 @@ def prices_of_rank(
     grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
     """Prices of one of several ranks that divide experts: the rank's own part, and the part that all ranks compute
-    together. share the latter, so a token costs each rank its increment; and it takes no less than without the other
-    ranks. Times of experts for drafts, and of a drafter's experts, are left out.
+    together. All ranks share the latter, so a token costs each rank its increment; and it takes no less than without
+    the other ranks. Times of experts for drafts, and of a drafter's experts, are left out.
     """
     own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens

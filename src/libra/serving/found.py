@@ -1,7 +1,7 @@
 """State of a search: points, rejections with their reasons, and candidates left to simulate.
 
 Invariant: a candidate is rejected without a full simulation only if a bound, or the simulation of one of its pools,
-given rate, or that a point serves more and is no slower.
+shows one of two things: it misses the given rate, or a point serves more and is no slower.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Found:
 
     def waves(self) -> Iterator[list[Asking]]:
         """Yield groups of candidates to simulate: first the fastest on idle engines, then the candidates with the best
-        progress before the first one."""
+        bounds. Reports progress before the first group."""
         question = self.question
         left = self._left
         for candidate, bound in self.bounded.items():

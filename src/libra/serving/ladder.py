@@ -1,8 +1,8 @@
 """The ladder of rates, and the highest rungs that candidates serve in simulation.
 
-Invariant: all candidates are compared on the same rungs. The result of a candidate does not depend on other
-process that simulates it, or on its bound, as long as the bound holds. A candidate that serves a lasting rate also
-serves the record once at it.
+Invariant: all candidates are compared on the same rungs. The result of a candidate does not depend on other candidates,
+on the process that simulates it, or on its bound, as long as the bound holds. A candidate that serves a lasting rate
+also serves the record once at it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def rung_above(rate: float) -> int:
 
 def highest_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
     """The trial at the highest rung at which a candidate serves the record once; None if there is no such rung. Rungs
-    `bound` count as missed."""
+    above `bound` count as missed."""
     rung = FIRST if bound == inf else rung_of(min(max(bound, rate_of(LOWEST)), rate_of(HIGHEST)))
     return around(partial(trial, question, candidate), rung, bound)[0]
 
 
 def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
     """Like `highest_rate`, for lasting rates. The search begins at the highest rate at which the candidate serves the
-    runs at failing rates end early."""
+    record once, and goes downwards. Long runs at failing rates end early."""
     once = highest_rate(question, candidate, bound)
     if once is None or _lasting_arrivals(question, once.rate) <= len(question.requests):
         return once

@@ -36,7 +36,7 @@ COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (
 
 class AfdMenu(Section):
     """Sizes of an engine with attention and FFN on separate GPUs. The search tries each pair in which one number of
-    ranks multiple of the other, and the FFN ranks divide the experts.
+    ranks is a multiple of the other, and the FFN ranks divide the experts.
     """
 
     attention: _Counts = (8, 16, 32)
@@ -72,7 +72,7 @@ class MenuFile(Section):
 
     def cluster(self, given: Cluster) -> Cluster:
         """The cluster with only the menu's node classes. Raises ValueError if the cluster lacks one of these classes,
-        or if a class outside the menu.
+        or if a price is for a class outside the menu.
         """
         try:
             taken = (

@@ -33,7 +33,7 @@ def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SEC
     """All calls of a trajectory, without the tools after the last call.
 
     A tool without a recorded duration takes `unknown_tool_seconds`. Raises ValueError for a call without context,
-    because any context, which an engine refuses.
+    because an engine refuses such a request.
     """
     unknown = ticks(unknown_tool_seconds)
     made: list[Call] = []
