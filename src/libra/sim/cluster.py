@@ -94,11 +94,11 @@ class SimCluster(ClusterState):
             what(self.now)
 
     def _interrupted(self, engine: SimEngine, now: int) -> None:
-        """Requests that stopped while an engine planned, and that continue on other engines."""
+        """Let the requests that stopped while an engine planned continue on other engines."""
         if not engine.borrowed:
             self._go_on(engine)
             return
-        # Others may have decided at this tick, or may be at a boundary that no event had to visit.
+        # Other engines may have decided at this tick, or may be at a boundary that no event had to visit.
         stopped, engine.interrupted = engine.interrupted, []
         self._events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
 

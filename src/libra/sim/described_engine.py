@@ -1,6 +1,6 @@
 """An engine in a file, with the model and hardware that its keys name.
 
-Invariant: its model and GPU are known, and the model can be divided over its GPUs.
+Invariant: the engine's model and GPU are known, and the model can be divided over the engine's GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DescribedEngine:
     nodes: NodeClass
     beside: Path  # the directory of the file; paths in the file are relative to it
     note: Callable[[str], None]
-    profiling: Profiling  # of its vLLM
+    profiling: Profiling  # of the engine's vLLM version
 
     @property
     def gpu(self) -> GPU:
@@ -77,13 +77,13 @@ class DescribedEngine:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe for which profiles of its times are looked up."""
+        """The recipe by which profiles of the engine's times are looked up."""
         weights, kv = self.section.quantization, self.section.kv_cache_dtype
         return Recipe(batch=1, samples_per_prompt=1, max_length=self.longest, rollout_dtype=weights, kv_cache_dtype=kv)
 
     @property
     def source(self) -> str:
-        """Source of its times."""
+        """Source of the engine's times."""
         given = self.section.profile
         return given if given in ("auto", "tables", "roofline") else str(self.beside / given)
 

@@ -14,8 +14,8 @@ _REMEDY = "leave it out, or set disable_hybrid_kv_cache_manager to true"
 
 
 def grouped_layers(engine: DescribedEngine) -> GroupedLayers | None:
-    """Groups of an engine's model; None: it needs none, or the section has its own. Raises ValueError that begins with
-    the key if the simulator does not support groups with it."""
+    """Groups of an engine's model; None: the model needs none, or the section lists its own. Raises ValueError that
+    begins with the key if the simulator does not support groups with it."""
     section, model = engine.section, engine.model
     if section.kv_groups or model.even:
         return None
