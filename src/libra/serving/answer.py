@@ -19,7 +19,7 @@ from libra.serving.question import BRIEF, LASTING, SizingQuestion
 from libra.serving.trial import Trial
 from libra.serving.verdict import tenths
 
-_BUSY = 0.8  # share of its bandwidth from which a network is mentioned
+_BUSY = 0.8  # least used share of a network's bandwidth at which the network is mentioned
 
 By = Literal["bound", "simulation", "dominated"]
 

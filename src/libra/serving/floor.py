@@ -4,8 +4,8 @@ Invariant: no iteration of the simulated engine takes less than any of its floor
 outputs, tokens, context and prefill, so the floors of many iterations add up to the floor of their work, however the
 work is spread over them.
 
-A floor of an iteration in which `x` tokens are computed is a line below the cheapest possible such iteration; parts
-that are not convex in `x` are lost. Attention has the cheapest slopes between the grid's points. Overhead of the host
+A floor of an iteration that computes `x` tokens is a line below the cheapest possible iteration; parts that are not
+convex in `x` are lost. Attention has the cheapest slopes between the grid's points. Overhead of the host
 that overlaps with the GPU is a floor of its own.
 """
 

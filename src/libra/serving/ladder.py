@@ -23,7 +23,7 @@ STEPS = 16  # rungs of an octave
 LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
 FIRST = 2 * STEPS  # first rung to try without a bound
 _ARRIVALS = 20_000  # requests that are enough for a rate to count as lasting
-_ENOUGH = 4_000  # the same in a search, which has many candidates, unless they end within `BRIEF`
+_ENOUGH = 4_000  # the same in a search, which has many candidates; more if they arrive within `BRIEF`
 
 
 def rate_of(rung: int) -> float:
@@ -57,8 +57,9 @@ def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: f
 
 
 def sustained_arrivals(question: SizingQuestion, rate: float) -> int:
-    """Least number of requests of a run that sustains a rate: they arrive for `LASTING` times the longest allowed wait,
-    or are `_ENOUGH` and arrive for `BRIEF` times the shortest one; `_ARRIVALS` at most."""
+    """Least number of requests of a run that sustains a rate. It is the smaller of `_ENOUGH` and
+    the arrivals in `LASTING` times the longest allowed wait; but at least the arrivals in `BRIEF` times the shortest
+    wait, and at most `_ARRIVALS`."""
     brief = ceil(rate * BRIEF * question.shortest_wait)
     return min(max(min(_lasting_arrivals(question, rate), _ENOUGH), brief), _ARRIVALS)
 
@@ -94,8 +95,8 @@ def around(
 
 
 def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
-    """The last of runs with twice the requests of the one before: a few requests suffice to reject a rate that is far
-    too high, while thousands at once would take long."""
+    """The last of several runs, each with twice the requests of the run before: a few requests suffice to reject a rate
+    that is far too high, and a run of thousands would take long."""
     most, least = _lasting_arrivals(question, rate), len(question.requests)
     while True:
         least = min(2 * least, max(most, len(question.requests)))
@@ -120,5 +121,5 @@ class Asking:
     least: float = 0.0  # requests/s
     start: float | None = None  # requests/s that it probably serves
     first: str | None = None  # the draw that is probably the hardest to serve
-    sure: bool = False  # whether it probably serves the other draws, too; otherwise short runs tell
+    sure: bool = False  # whether it probably serves the other draws, too; otherwise short runs show it
     rivals: tuple[Rival, ...] = ()  # a candidate that is no faster than one of them is of no interest

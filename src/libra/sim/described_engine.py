@@ -58,8 +58,9 @@ class DescribedEngine:
 
     @property
     def seqs(self) -> int:
-        """Most requests in a batch: as given, or vLLM's default for the GPU (`EngineArgs.get_batch_defaults`): 1,024 on
-        those of 70 GiB and more but A100, 256 on others, and at most `max_num_batched_tokens`."""
+        """Most requests in a batch: the given number, or vLLM's default for the GPU (`EngineArgs.get_batch_defaults`).
+        The default is 1,024 for GPUs of 70 GiB or more except A100, 256 for others, and at most
+        `max_num_batched_tokens`."""
         given, gpu = self.section.max_num_seqs, self.gpu
         if given is not None:
             return given

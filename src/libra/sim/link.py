@@ -22,7 +22,7 @@ class Link:
 
     rate: int
     transfers: dict[Transfer, None] = field(default_factory=dict)
-    share: int = 0  # of each of them
+    share: int = 0  # of each transfer
     moved: int = 0  # bytes that have passed, of transfers that ended
 
     def divide(self) -> None:
