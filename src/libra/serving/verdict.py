@@ -135,8 +135,8 @@ class Watched:
                     raise SlowerError(rival)
 
     def _take(self, objective: Objective, seconds: float | None) -> bool:
-        """Take the seconds of one request into account; return whether the objective's statistic has more tenths than
-        before."""
+        """Take the seconds of one request into account; return whether the lower bound on the objective's
+        statistic, in tenths of its limit, has risen."""
         if seconds is None:
             return False
         left = self._left[objective]

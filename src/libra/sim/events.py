@@ -52,7 +52,7 @@ class EventQueue:
         heappush(self._heap, (tick, ACTION, self._actions, action))
 
     def expect(self, requests: Iterable[Request]) -> None:
-        """Add requests that will arrive, in the order of arrival: possibly a million, made when they are taken."""
+        """Add requests that will arrive, in the order of arrival. The iterable is read one request at a time."""
         self._expected = iter(requests)
         self._next = next(self._expected, None)
         if self._next is not None:

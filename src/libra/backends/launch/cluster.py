@@ -1,9 +1,9 @@
 """Worker processes on the nodes of a cluster.
 
-Invariant: a node is present or lost, for all of its workers at once, and a lost one has no worker. Another node
-replaces it when there is one; until then its slots are unavailable. Engines load weights only once they are whole on
-their node, by the checksum. A node receives a version once, however many of its engines request it, and the source is
-read once for all nodes.
+Invariant: a node is present or lost, for all of its workers at once, and a lost node has no worker. Another node
+replaces a lost node if one is available; until then, the slots of the lost node are unavailable. Engines load weights
+only after the checksum shows that they are complete on the engine's node. A node receives each version once for all of
+its engines, and the source is read once for all nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from libra.exec.background import background
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
-# A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.
+# A node that hangs is not lost, but does not answer. The node's own deadlines for both are shorter.
 _FORK_SECONDS = 60.0
 _GONE_SECONDS = 60.0
 _COPY_SECONDS = 120.0  # of weights, for each end
@@ -58,7 +58,7 @@ class _Place:
         self.links: set[WorkerLink] = set()
         self.why = "it has not started"  # reason why there is no node
         self.patience = asyncio.timeout(None)  # with the node
-        self.losses: tuple[float, ...] = ()  # when it lost a node, or one did not start
+        self.losses: tuple[float, ...] = ()  # times at which a node was lost, or did not start
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -88,7 +88,7 @@ class ClusterLauncher:
         self._most_losses = most_losses
         self._places = [_Place(number) for number in range(1 + max(slot.node for slot in slots))]
         self._keepers: list[asyncio.Task[None]] = []
-        self._weights: LoadWeights | None = None  # that are being copied, or were
+        self._weights: LoadWeights | None = None  # the latest ones, whose copies have begun
         self._copies: dict[tuple[LoadWeights, str], asyncio.Task[Any]] = {}  # reads and writes, by the node
         self._held: dict[str, LoadWeights] = {}  # the newest that came to each node
         self._choice = CopyChoice()
@@ -100,7 +100,7 @@ class ClusterLauncher:
     async def open(
         cls, nodes: Nodes, slots: Sequence[NodeSlot], marks: Mapping[str, str], most_losses: int
     ) -> AsyncIterator[ClusterLauncher]:
-        """A starting launcher, closed at the end."""
+        """A launcher that is starting, which is closed at the end of the context."""
         async with Reception.open(nodes.host) as reception:
             launcher = cls(nodes, slots, reception, marks, most_losses)
             launcher._keepers = [background(launcher._keep(place)) for place in launcher._places]
@@ -186,13 +186,13 @@ class ClusterLauncher:
 
     async def _copy(self, weights: LoadWeights, size: int, source: str, target: str) -> None:
         """Copy the changes since the node's own version, if that is the chosen way and works, or everything."""
-        base = self._held.pop(target, None)  # which is written over, or not the newest any more
+        base = self._held.pop(target, None)  # it is overwritten, or is no longer the newest
         if base is not None and base.buffer != weights.buffer and self._way == "delta":
             try:
                 await self._carry(weights, size, source, target, base)
                 return
             except (SourceLostError, _TornError):
-                self._choice.took("delta", math.inf)  # until its turn to be tried again comes
+                self._choice.took("delta", math.inf)  # no deltas until they are tried again
         await self._carry(weights, size, source, target, None)
 
     async def _carry(self, weights: LoadWeights, size: int, source: str, target: str, base: LoadWeights | None) -> None:
@@ -248,7 +248,7 @@ class ClusterLauncher:
     def _link(self, name: str, pid: int, channel: ControllerChannel, slot: int) -> WorkerLink:
         place = self._place(slot)
         cores = place.facts.cores
-        # Slots of other nodes count where these are on the same machine, as in a simulated cluster.
+        # Slots of other nodes count if those nodes are on the same machine, as in a simulated cluster.
         before = [other for other in range(slot) if self._place(other).facts.host == place.facts.host]
         gpus = place.facts.gpus
         device = SlotDevice("cuda", (gpus[self._slots[slot].number],)) if gpus else CPU

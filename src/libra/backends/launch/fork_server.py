@@ -1,8 +1,9 @@
 """The fork server of one node: a process that has imported the heavy libraries once and forks workers from there.
 
 Invariant: every process started here is gone when `close` returns, and also when this process is killed: no worker
-outlives the fork server, and the fork server does not outlive the controller. Each dies with its parent, and the fork
-server also ends when the controller's socket closes. It never starts a thread, so a fork is a clean copy. Importing
+outlives the fork server, and the fork server does not outlive the controller. Each worker dies with the fork
+server, which dies with the controller and also ends when the controller's socket closes. The fork server never starts a
+thread, so a fork is a clean copy. Importing
 vLLM takes seconds, a fork milliseconds.
 """
 
@@ -39,10 +40,10 @@ from libra.config.extras import install_command
 from libra.config.rooms import offered
 
 _EVERYWHERE = {
-    # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's. On GPUs
-    # libraries would start their threads as they are imported, and a process with threads cannot be forked.
+    # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's share. On
+    # GPUs, libraries would start threads at their import, and a process with threads cannot be forked.
     "OMP_NUM_THREADS": "1",
-    # Of pyarrow, which pandas imports where it is installed: its allocator would start one, too.
+    # The allocator of pyarrow, which pandas imports if it is installed, would also start a thread.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     # The engine shares our process and our loop.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -66,11 +67,11 @@ GPU_WORKER_ENVIRONMENT = _EVERYWHERE | {
 _COMMAND = ("-m", "libra.backends.launch.fork_server")
 
 _SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a fork server that takes longer hangs
-_EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself
-_CLOSE_SECONDS = 5.0  # all workers have this long to go when their fork server is killed: a core dump, a stuck disk
-_KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
-_GROUP_SECONDS = 0.01  # between two looks at whether what a worker forked has ended
-_THREAD_SECONDS = 5.0  # in which threads that a library starts as it is imported have ended
+_EXIT_SECONDS = 5.0  # time for a worker to end by itself after the order to stop
+_CLOSE_SECONDS = 5.0  # time for all workers to end after their fork server was killed, as with a core dump
+_KILL_SECONDS = 30.0  # time for a killed process to end
+_GROUP_SECONDS = 0.01  # between two checks whether the forks of a worker have ended
+_THREAD_SECONDS = 5.0  # time for threads to end that a library starts at its import
 
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -85,7 +86,8 @@ class ForkError(RuntimeError):
 
 
 class ForkServer:
-    """`weights` is the descriptor of the memory in which its workers find weights; `kind` is that of their devices."""
+    """A fork server. `weights` is the descriptor of the memory in which workers find weights; `kind` is the kind of
+    their devices."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class ForkServer:
         command: tuple[str, ...] = _COMMAND,
         kind: DeviceKind = "cpu",
     ) -> None:
-        """Start the server. It writes to `<logs>/<name>.log`, its workers to theirs."""
+        """Start the server. It writes to `<logs>/<name>.log`, and each worker to a log of its own."""
         self._logs, self.log, self.kind = logs, logs / f"{name}.log", kind
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
@@ -120,7 +122,7 @@ class ForkServer:
         return self._process.pid
 
     async def ready(self) -> float:
-        """Wait until everything is imported; returns the seconds of that. Raises `LaunchError`."""
+        """Wait until all libraries are imported; returns the seconds of the import. Raises `LaunchError`."""
         reply = await self._reply()
         if reply is None:
             tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
@@ -134,7 +136,7 @@ class ForkServer:
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
         """Fork a worker at the other end of `connection`, which is closed here; returns its process id. Raises
         `ForkError`, and `LaunchError` when no worker can be forked any more."""
-        # The answer to a caller that gives up waiting has to be read: the next caller would take it for its own.
+        # The answer must be read even if the caller stops waiting: otherwise the next caller would get it.
         return await asyncio.shield(asyncio.create_task(self._fork(name, connection, environment)))
 
     async def _fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:

@@ -1,7 +1,7 @@
 """The controller's view of a worker: awaitable orders over a channel.
 
-Invariant: when a worker is lost, all its waiting callers fail at once with `WorkerLostError`; none waits for ever or
-gets a success. A worker that sends an unexpected message is given up, and its later messages are dropped.
+Invariant: when a worker is lost, all its waiting callers fail at once with `WorkerLostError`; no caller waits for
+ever or gets a success. A worker that sends an unexpected message counts as lost, and its later messages are dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ START_DEADLINE = 120.0  # seconds from the order to readiness
 GPU_START_DEADLINE = 600.0  # the same: kernels are compiled and graphs captured, the first time for minutes
 ANSWER_DEADLINE = 300.0  # seconds for any other order
 
-# Looks at a worker that owes an answer, before it is given up. Seconds are not counted: a controller that was held up
-# itself (stopped, or waiting for a disk) looks less often, and finds the answer that came meanwhile.
+# Number of checks after which a worker without an answer counts as lost. Checks are counted, not seconds: a controller
+# that was itself stopped, or waited for a disk, checks less often, and finds the answer that came meanwhile.
 SILENT_LOOKS = 20
 
 Reply = TypeVar("Reply", bound=Message)
@@ -41,12 +41,12 @@ class Handle:
         self.node, self.host = link.node, link.host
         self._channel = link.channel
         self._on_lost = on_lost
-        # Orders that have no answer yet, oldest first. One whose caller was cancelled stays: its answer still comes.
+        # Orders that have no answer yet, oldest first. An order with a cancelled caller stays: its answer still comes.
         self._asked: deque[asyncio.Future[FromWorker | None]] = deque()
         self._order = asyncio.Lock()
         self.lost = False
         self.weight_bytes = 0  # of the weights that it publishes, if it is a trainer that has started
-        self._stopping = False  # its end is no loss
+        self._stopping = False  # the worker was ordered to stop, so its end is no loss
         self._reader = background(self._read(), f"read {link.name}")
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
@@ -113,11 +113,11 @@ class Handle:
     async def _read(self) -> None:
         latest: FromWorker | None = None
         try:
-            while not self.lost:  # what a worker still sends after it was given up is no answer
+            while not self.lost:  # later messages of a lost worker are no answers
                 latest = await self._channel.receive()
                 self._receive(latest)
         except ConnectionError as error:
-            # A worker that fails at an order says so and ends; the caller may not have seen the message before the end.
+            # A worker that fails at an order reports the failure and ends; the end may be seen before the report.
             self.declare_lost(f"it failed: {latest.error}" if isinstance(latest, Failure) else str(error))
         except msgspec.MsgspecError as error:
             self.declare_lost(f"it sent an unknown message: {error}")
@@ -128,6 +128,6 @@ class Handle:
             return
         self.lost = True
         self._fail_waiters()
-        self._channel.close()  # should the process still run, this ends it
+        self._channel.close()  # this ends the process if it still runs
         if not self._stopping:
             self._on_lost(self.name, why)

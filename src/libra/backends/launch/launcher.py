@@ -25,7 +25,7 @@ from libra.exec.protocols import WorkerFailedError
 if TYPE_CHECKING:
     from libra.backends.launch.handle import Handle
 
-LOCAL = "local"  # the node of a run that has one only
+LOCAL = "local"  # the node of a run on a single node
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WorkerLink:
     name: str
     pid: int  # on its node
     channel: ControllerChannel
-    cores: tuple[int, ...]  # all of its node that it may use
+    cores: tuple[int, ...]  # all cores of its node that it may use
     core: int  # of its slot
     node: str = LOCAL  # equal for workers that share memory
     host: str = "127.0.0.1"  # where workers of other nodes reach it
@@ -52,7 +52,7 @@ class CopyError(RuntimeError):
 
 
 class SourceLostError(CopyError):
-    """The source node does not have the weights, or no longer."""
+    """The source node does not have the weights, or no longer has them."""
 
 
 class WeightStore(Protocol):
@@ -150,7 +150,8 @@ class LocalLauncher:
     """See `WorkerLauncher` for its verbs. All slots are on this machine, and their workers share memory."""
 
     def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()) -> None:
-        """`devices` are those of the slots; none: all are CPU slots, each at its place, by default its number."""
+        """`devices` are the devices of the slots. If empty, all slots are CPU slots, at `places`; by default, a slot's
+        place is its number."""
         self._fork_server, self._devices, self._places = fork_server, devices, places
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name(bool(devices))
@@ -161,7 +162,7 @@ class LocalLauncher:
     async def open(
         cls, logs: Path, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()
     ) -> AsyncIterator[LocalLauncher]:
-        """A launcher that is starting; closed on the way out."""
+        """A launcher that is starting, which is closed at the end of the context."""
         logs.mkdir(parents=True, exist_ok=True)
         launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices, places)
         try:

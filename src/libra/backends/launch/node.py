@@ -1,9 +1,9 @@
 """One node of a cluster: the memory that its workers share, the fork server that forks them, and how they report to the
 controller.
 
-Invariant: all processes started here are gone when this process is. Verbs are called from the controller's machine, so
-they take and return plain values. At the controller a connection becomes a worker's channel only if it begins with an
-expected token, and each token is valid once. Any other connection is closed without an answer.
+Invariant: all processes started here have ended when this process has ended. Verbs are called from the controller's
+machine, so they take and return plain values. At the controller a connection becomes a worker's channel only if it
+begins with an expected token, and each token is valid once. Any other connection is closed without an answer.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RemoteNode(Protocol):
     async def gone(self, pid: int) -> None: ...
 
     async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Any:
-        """The weights, or a reference to them, as `write` of another node takes it."""
+        """The weights, or a reference to them, in the form that `write` of another node accepts."""
         ...
 
     async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Any) -> None: ...
@@ -217,7 +217,7 @@ def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a machine that vanished without a word."""
+    """Send small messages at once, and detect a machine that vanished without closing the connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():

@@ -29,7 +29,7 @@ from libra.records.files import writing
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-_GROUP_SECONDS = 60.0  # for the devices that were asked for to become free
+_GROUP_SECONDS = 60.0  # until the requested devices are free
 _ANSWERS = 1000  # pending at an actor at a time: the verbs of a node wait for processes, not for each other
 
 
@@ -93,7 +93,7 @@ async def _answer(call: Any) -> Any:
 
     try:
         return await call
-    except RayTaskError as error:  # the verb raised, on its node; of Ray's own errors, what it says of weights
+    except RayTaskError as error:  # the method failed on its node; or Ray itself failed to move weights
         if isinstance(error.cause, RayError):
             raise SourceLostError(_reason(error.cause)) from None
         raise error.cause from None
@@ -198,10 +198,10 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))
         options: dict[str, Any] = {"address": address}
         if address is None:
-            # Otherwise Ray takes the address of some network for this machine's, even where it is given 127.0.0.1. It
-            # reads this as it is imported.
+            # Otherwise Ray uses a network address of the machine, even if it is given 127.0.0.1. It reads this at its
+            # import.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-            # Ray gives its directory the mode 0777: other users must not get that far.
+            # Ray gives its directory the mode 0777, so a parent directory must keep other users out.
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="libra-ray-")))
             options = {
                 "address": "local",

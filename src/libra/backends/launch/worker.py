@@ -37,7 +37,7 @@ def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) 
     try:
         serve()
     except ConnectionError:
-        pass  # the other end is gone: nothing is left to serve
+        pass  # the other end is closed, so there is nothing left to serve
     except Exception as error:  # noqa: BLE001 - the process boundary: everything becomes a message and a log entry
         traceback.print_exc()
         status = 1
@@ -52,7 +52,8 @@ def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) 
 
 
 class Pacer:
-    """Call `pace()` between pieces of work (engine iterations, micro-batches); it sleeps off the excess of the slot."""
+    """Call `pace()` between pieces of work (engine iterations, micro-batches). It sleeps until the slot is within its
+    share again."""
 
     def __init__(self, share: float, cores: tuple[int, ...]) -> None:
         if not 0 < share <= len(cores):

@@ -29,8 +29,8 @@ class DeviceLoan(msgspec.Struct, frozen=True):
     device: str  # file of its token
     terms: dict[str, Any]  # as lending writes them
     record: str | None  # file of views and answers
-    share: float = 1.0  # of its cores that the device is; it is paced where that is below 1
-    kv_beside: int | None = None  # bytes of its KV memory that are not the other engine's; None: all
+    share: float = 1.0  # share of its cores that the device has; below 1, the engine is paced
+    kv_beside: int | None = None  # bytes of its KV memory that do not belong to the other engine; None: all
 
 
 class StartEngine(Message, frozen=True):
@@ -47,7 +47,7 @@ class StartEngine(Message, frozen=True):
     share: float  # of one core that this device may use
     cores: tuple[int, ...]
     refresh_kv: bool  # salt the prefix cache with the weight version
-    kv: KVBufferPlace | None = None  # where it may hand KV over; None: it cannot
+    kv: KVBufferPlace | None = None  # where it may transfer KV; None: it cannot
     loan: DeviceLoan | None = None  # the device that it borrows; None: it has one of its own
     device: DeviceKind = "cpu"
     gpus: int = 1  # of this engine, which divides its model among them
@@ -55,7 +55,7 @@ class StartEngine(Message, frozen=True):
     max_num_batched_tokens: int | None = None  # None: vLLM's default
     graphs: bool = False  # capture iterations as CUDA graphs
     asynchronous: bool = False  # schedule an iteration while the one before is computed
-    sleeps: bool = False  # it may be told to give its memory up, see `Sleep`
+    sleeps: bool = False  # it may get the order to release its memory, see `Sleep`
 
 
 class WeightsPlace(msgspec.Struct, frozen=True):
@@ -68,20 +68,20 @@ class WeightsPlace(msgspec.Struct, frozen=True):
 
 class Borrow(Message, frozen=True):
     """A run's first message to the agent of a server: its request for the engine there. Answered by `Lent`, by
-    `NotNow`, or by `Failure` where that engine does not fit."""
+    `NotNow`, or by `Failure` if that engine does not fit."""
 
     max_model_len: int
     max_num_seqs: int
-    kv_tokens: int  # that it has memory for when all that may be borrowed is
+    kv_tokens: int  # for which it has memory when all lendable memory is borrowed
     config: str = "{}"  # config.json of the run's model
-    layout: tuple[Tensor, ...] = ()  # of its weights; none: it only asks
+    layout: tuple[Tensor, ...] = ()  # of its weights; empty: a query only
     buffer_bytes: int = 0
-    refresh_kv: bool = False  # nothing is computed on from KV of earlier weights
-    weights: WeightsPlace | None = None  # None: nothing is published, the engine keeps the weights that it came with
+    refresh_kv: bool = False  # KV of earlier weights is not used
+    weights: WeightsPlace | None = None  # None: nothing is published, and the engine keeps its first weights
 
 
 class ExpectWeights(Message, frozen=True):
-    """An engine's weights come in this layout from now on. Not answered."""
+    """Expect weights in this layout from now on. Not answered."""
 
     layout: tuple[Tensor, ...]
     buffer_bytes: int
@@ -91,7 +91,7 @@ class StartServer(Message, frozen=True):
     """Become a server under recorded traffic, on a device that it lends."""
 
     model_directory: str
-    random_weights: bool  # it has none of its own
+    random_weights: bool  # instead of weights from files
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -104,9 +104,9 @@ class StartServer(Message, frozen=True):
     traffic: str  # file of requests
     speed: float  # times as fast as they were recorded
     shorter: float  # prompts and outputs are divided by it
-    begins: float  # share of the record that is left out at first, so that servers do not all get the same at once
-    first: int  # number of the request that comes first: those before it came to an earlier server
-    served: str  # file that a line is written to for each request, as it ends
+    begins: float  # share of the record that is skipped at the start, so that servers do not all get the same requests
+    first: int  # number of the first request: earlier requests went to an earlier server
+    served: str  # file that gets a line for each request at its end
 
 
 class KVTransfer(msgspec.Struct, frozen=True):
@@ -137,7 +137,7 @@ class Interrupt(Message, frozen=True):
 
 
 class Sleep(Message, frozen=True):
-    """Give up the memory of weights and KV; answered by `Acknowledged`. The engine has no turns to make."""
+    """Release the memory of weights and KV; answered by `Acknowledged`. The engine has no turns in progress."""
 
 
 class Wake(Message, frozen=True):
@@ -191,14 +191,14 @@ class LoanState(msgspec.Struct, frozen=True, array_like=True):
     """Totals of a loan since the engine started. Times are seconds."""
 
     away: str  # reason why nothing is lent for the time being; empty: it is lent
-    wanted: float  # with turns to make, and not away
-    lent: float  # of them, with the device
+    wanted: float  # with turns in progress, while the device is lent
+    lent: float  # of these seconds, those with the device
     grants: int
-    overstayed: int  # grants that serving ended by going ahead
+    overstayed: int  # grants that were exceeded, so serving continued without the lock
 
 
 class Lent(Message, frozen=True):
-    """The engine is the run's until one of both ends it."""
+    """The engine belongs to the run until the run or the agent ends the loan."""
 
     model: str  # that is served on its device
     certified: float  # requests/s up to which the device is lent
@@ -216,7 +216,7 @@ class Generated(Message, frozen=True):
     `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
 
     pieces: list[Piece]  # those of one turn in order
-    ended: list[str]  # turns that generate no more; all their pieces have come
+    ended: list[str]  # turns that have ended; all their pieces have been sent
     busy_seconds: float  # wall seconds with work, messages, loads and pacing included
     prefilled_tokens: int  # prompt tokens computed, prefix-cache hits excluded
     iterations: int

@@ -1,7 +1,7 @@
 """Memory that processes of one machine share: weights on their way to the engines, KV from one engine to another.
 
-Invariant: it is an anonymous file, which has no name on disk and vanishes with the last process that holds it. Readers
-accept only whole and checked data.
+Invariant: the memory is an anonymous file, which has no name on disk and vanishes with the last process that holds it.
+Readers accept only whole and checked data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayoutError(RuntimeError):
 
 
 def make_memory(owner: object, name: str, size: int) -> tuple[int, mmap.mmap]:
-    """A descriptor, to which others attach during the owner's life, and the owner's map."""
+    """A descriptor, to which other processes attach during the owner's life, and the owner's map."""
     descriptor = os.memfd_create(name, 0)
     weakref.finalize(owner, os.close, descriptor)
     os.ftruncate(descriptor, size)
@@ -70,7 +70,7 @@ class WeightUpdateError(RuntimeError):
     """A weight update arrived damaged. The engine keeps its old version."""
 
 
-_SEALED = 0x11B5EA1ED  # no number that weights of an earlier layout have left there
+_SEALED = 0x11B5EA1ED  # a number that weights of an earlier layout do not leave there
 _SEAL = np.dtype([("sealed", "<i8"), ("checksum", "<i8")])
 
 
@@ -85,8 +85,8 @@ def device_hash(tensor: torch.Tensor) -> int:
     flat = tensor.contiguous().view(-1)
     types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = flat.view(types[8 if flat.nbytes % 8 == 0 else flat.element_size()])
-    # Each word by a factor of its place, modulo 2^64. `torch.hash_tensor` is an XOR: the same for words that change
-    # places, and for an even number of words that change alike.
+    # Each word is multiplied by a factor of its place, modulo 2^64. `torch.hash_tensor` is an XOR, which misses
+    # exchanged words, or an even number of words with the same change.
     factors = _factors(tensor.device)
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in words.split(_CHUNK):
@@ -153,7 +153,7 @@ class WeightBuffer:
         """Store the weights in the types of the layout, one at a time in its order. Returns their checksum: CRC-32, or
         if `hashed` a hash from the weights' device, which also seals the buffer."""
         seal = self._seals[buffer : buffer + 1]
-        seal["sealed"] = 0  # first: what follows may end in the middle
+        seal["sealed"] = 0  # first, since the write may end in the middle
         checksum = 0
         for tensor, place in self._places(buffer, layout):
             weight = weights[tensor.name].detach().to(place.dtype)

@@ -78,8 +78,8 @@ class Discard(Message, frozen=True):
     """No step is made: forget the gradient that awaits a verdict. The state is that before `Train`."""
 
 
-# Time to form a membership: all replicas get the order within milliseconds, and one that has not come by then will not
-# come. A replica with the order to enter waits no longer than this for the others.
+# Time to form a membership: all replicas get the order within milliseconds, so a replica that has not joined by then
+# will not join. A replica with the order to enter waits at most this long for the others.
 FORMING_SECONDS = 20.0
 
 
@@ -88,7 +88,7 @@ class HostRendezvous(Message, frozen=True):
 
     host: str  # address of this replica's node to listen at
     port: int  # 0: any free one
-    token: str  # that the others show
+    token: str  # which the other replicas show
 
 
 class Prepare(Message, frozen=True):
@@ -99,7 +99,7 @@ class Prepare(Message, frozen=True):
     size: int
     address: str  # of this replica's node: the others reach it there
     host: str  # where the replicas meet: at number 0, which listens there
-    port: int  # 0: it cannot
+    port: int  # 0: it cannot listen
     token: str  # to be shown there
 
 
@@ -227,7 +227,7 @@ class Trained(Message, frozen=True):
     parameter_hash: int
     publish_seconds: float
     gradient_norm: float  # of the exchanged gradient, before clipping
-    diverged: str = ""  # what is no number any more, or soon will be; empty: nothing
+    diverged: str = ""  # values that are not finite, or soon will not be; empty: none
 
 
 class WarmedUp(Message, frozen=True):
@@ -254,11 +254,11 @@ class Entered(Message, frozen=True):
 class StateDigest(Message, frozen=True):
     """The state that a replica holds."""
 
-    number: int  # as the core counts that is or was followed, or else this replica; -1: none
+    number: int  # by the count of the followed core, or else of this replica; -1: none
     parameter_hash: int
     size: int  # bytes of the parameters that its processes hold; a moment of AdamW and a gradient are as large
     places: list[StatePlace]  # one for each process of the replica
-    ready: bool = False  # to enter the membership that was asked for
+    ready: bool = False  # to enter the requested membership
     behind: str = ""  # why it ceased to follow
 
 

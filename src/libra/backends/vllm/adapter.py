@@ -1,4 +1,4 @@
-"""Use of vLLM that depends on its version and on the device: arguments of an engine, and batches in flight.
+"""Code that depends on vLLM's version and on the device: arguments of an engine, and batches in flight.
 
 Invariant: an argument follows from the order alone. An engine that schedules ahead is drained before its weights
 change: a token is of the version that its forward pass read.
@@ -27,7 +27,7 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
         "block_size": BLOCK_TOKENS,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
-        "logprobs_mode": "processed_logprobs",  # of what is sampled from: logits divided by the temperature
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution: logits divided by the temperature
         "dtype": start.dtype,
         "enforce_eager": not start.graphs,
         "disable_log_stats": True,
@@ -41,8 +41,8 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
     if start.gpus > 1:
         found["tensor_parallel_size"] = start.gpus
     if start.device == "cuda":
-        # vLLM asks for this share of the card to be free, even where the bytes of its KV are given, and all of it never
-        # is: contexts, its own included, take some.
+        # vLLM requires this share of the GPU to be free, even if the bytes of KV are given. The whole GPU is never
+        # free, because CUDA contexts, including vLLM's own, take some memory.
         found["gpu_memory_utilization"] = _FREE * start.memory
         if start.layout and start.loan is None:
             found["load_format"] = "dummy"  # weights come from the trainer before the first turn

@@ -28,7 +28,7 @@ from libra.backends.vllm.weights import CONFIG, WORKER_EXTENSION, TurnTaking, ta
 
 
 class VllmEngine:
-    """vLLM behind a handful of verbs: add, interrupt, step, give, load."""
+    """vLLM behind a few methods: add, interrupt, step, give, load."""
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer, scheduler: type[Any] | None = None) -> None:
         """`scheduler` is used instead of vLLM's own."""
@@ -53,7 +53,7 @@ class VllmEngine:
         self._kv: FrameConnector | None = self._scheduler.get_kv_connector()
         self.expect(buffer, start.layout)
         self.version = 0
-        self._turns: set[str] = set()  # that it has to make
+        self._turns: set[str] = set()  # in progress
         self._untouched: set[str] = set()  # those of them without a token yet
 
     @property
@@ -105,9 +105,9 @@ class VllmEngine:
         self._untouched.add(request.id)
 
     def warm_up(self) -> None:
-        """Make two turns and drop them: what a GPU compiles at its first use is compiled now, and not while a turn is
-        waited for."""
-        for temperature in (1.0, 0.5):  # other kernels sample where logits are divided
+        """Make two turns and drop them, so that kernels that a GPU compiles at their first use are compiled before a
+        real turn."""
+        for temperature in (1.0, 0.5):  # sampling uses other kernels if logits are divided
             self.add(Generate("warm-up", [0, 0], 2, temperature, -1, 0, salt="warm-up"))
             while self.busy:
                 self.step()
@@ -176,13 +176,13 @@ class VllmEngine:
         return drained(self._engine.engine_core.engine_core, self.step)
 
     def sleep(self) -> None:
-        """Give up the memory of weights and KV. No turn may be under way."""
+        """Release the memory of weights and KV. No turn may be in flight."""
         if self._turns or self.busy:
             raise RuntimeError("turns are in flight, which would be lost")
         self._engine.sleep(level=2)
 
     def wake(self) -> None:
-        """Take the memory again, which holds nothing: `load` comes next."""
+        """Take the memory again. It has no content: call `load` next."""
         self._engine.wake_up()
         self.version = -1
 

@@ -34,8 +34,8 @@ from libra.exec.protocols import WorkerLostError
 from libra.live.pace import Pace
 from libra.live.work import LiveWork
 
-# An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
-# most seconds; one that is silent at all looks, so far apart, hangs, or is too slow to wait for.
+# An engine with turns in progress reports every `report.REPORT_SECONDS`. Iterations take milliseconds, and loading
+# weights takes seconds at most. An engine that is silent at all checks, which are so far apart, hangs or is too slow.
 LOOK_SECONDS = 1.0
 
 Answer = TypeVar("Answer", Saved, Fetched)
@@ -43,7 +43,7 @@ Answer = TypeVar("Answer", Saved, Fetched)
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that the engine has to make."""
+    """A turn in progress."""
 
     ended: asyncio.Future[None]
     take: Callable[[Piece], None]
@@ -61,9 +61,9 @@ class EngineHandle(Handle):
         on_recall: Callable[[EngineHandle], None] | None = None,
         on_load: Callable[[EngineHandle, float], None] | None = None,
     ) -> None:
-        """`on_recall` is called when its device is recalled, and when it is lent again; None: it is the engine's own.
-        `on_load` is called when the engine loaded weights by itself, with the seconds of the pause; None: it has to
-        `load`."""
+        """`on_recall` is called when the engine's device is recalled, and when it is lent again; None: the device is
+        the engine's own. `on_load` is called when the engine has loaded weights by itself, with the seconds of the
+        pause; None: the caller has to `load`."""
         self._on_recall, self._on_load = on_recall, on_load
         self.loan: LoanState | None = None
         self._recalls, self._began = 0, time.monotonic()
@@ -160,7 +160,7 @@ class EngineHandle(Handle):
             await asyncio.wait(waiting, timeout=left)
 
     async def load(self, order: LoadWeights) -> float:
-        """Take new weights between two iterations; returns the seconds that the engine paused for it."""
+        """Load new weights between two iterations; returns the seconds for which the engine paused."""
         try:
             loaded = await self.ask(order, Loaded, SILENT_LOOKS * LOOK_SECONDS)
         except TimeoutError:

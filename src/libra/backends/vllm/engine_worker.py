@@ -171,7 +171,7 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
     for repeat in range(order.repeats + 1):
         for point in order.points:
             seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
-            if repeat > 0:  # the first time pays for kernels that are set up at their first use
+            if repeat > 0:  # the first time includes the set-up of kernels
                 rows[point].append(seconds)
     iterations: list[tuple[float, float, float, float]] = []
     for (sequences, context), runs in rows.items():
@@ -215,7 +215,7 @@ def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -
             saved = time.monotonic() - began
             engine.forget()
             taken = first_token(context, f"{name}-taken", transfer)
-            if repeat > 0:  # the first time pays for memory that is touched for the first time
+            if repeat > 0:  # the first time includes the first touch of memory
                 rows.append((length // BLOCK_TOKENS * BLOCK_TOKENS, saved + max(0.0, taken - found)))
     engine.forget()
     return HandoverMeasured(rows)

@@ -4,8 +4,8 @@ Invariant: KV is named by the hashes of vLLM's prefix cache, which cover all tok
 salt. So an engine gives only KV that it would itself reuse for such a request, and accepts only the same. A block that
 is missing, damaged, or of newer weights than the engine's ends the transfer, and the rest is computed.
 
-vLLM makes two of these, one for its scheduler and one for its model. The first knows blocks and requests, and decides;
-the second copies. The engine steps in this process, so the copies are done when the step returns.
+vLLM makes two connectors, one for its scheduler and one for its model. The first knows blocks and requests, and
+decides; the second copies. The engine steps in this process, so the copies are done when the step returns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-# Bytes copied out in one iteration: they take a few milliseconds, which hardly delays the turns that run there.
+# Bytes copied out in one iteration: this takes a few milliseconds, which hardly delays the turns of the engine.
 SAVED_BYTES = 4 << 20
 
 _TRANSFER = "libra_transfer"
@@ -169,7 +169,7 @@ class FrameConnector(KVConnectorBase_V1):
         return max(0, last - taking.first) * BLOCK_TOKENS, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        # Once: should the request be preempted, the frames may be another transfer's when it is resumed.
+        # Only once: if the request is preempted, its frames may belong to another transfer when it resumes.
         taking = self._takings.pop(request.request_id, None)
         if taking is None:
             return

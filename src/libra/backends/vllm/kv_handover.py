@@ -35,7 +35,7 @@ class KVLeases:
         return len(self._free)
 
     def lease(self, blocks: int) -> KVTransfer | None:
-        """A transfer of this many frames, those last in use first; None if fewer are free."""
+        """A transfer of `blocks` frames, the most recently used first; None if fewer are free."""
         if blocks > self.free:
             return None
         self._transfers += 1
@@ -59,8 +59,8 @@ class KVLeases:
         self._written_by = writing
 
 
-_NODE = "local"  # that of the controller, as launchers name it: only workers there share its memory
-SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not waited for
+_NODE = "local"  # the controller's node, as launchers name it: only its workers share memory with the controller
+SAVE_SECONDS = 2.0  # after which a turn no longer waits for an engine to save its context
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class ContextMove:
     """The move of a context to another engine. `seconds` is the time from the request for its KV to its arrival: only
     this turn waits, others continue."""
 
-    context: int  # tokens that the engine before held of it
-    handed_tokens: int = 0  # taken from there; all others are computed again
+    context: int  # tokens of the context that the previous engine held
+    handed_tokens: int = 0  # taken from the previous engine; the others are computed again
     seconds: float = 0.0
     why: str = "handed over"  # or the reason why not
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from libra.backends.transport.engine_messages import Generated, LoanState, Piece
 
-# Seconds between two reports of an engine at work. What a killed engine has not reported is generated again: at most
-# this much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.
+# Seconds between two reports of a working engine. Tokens that a killed engine has not reported are generated again:
+# those of at most this time, a few tokens of each turn. A report of 16 turns is 1.5 kB; encoding takes 2 us, and
+# decoding 10 us.
 REPORT_SECONDS = 0.05
 SILENT_SECONDS = 1.0  # between two reports of an engine that has turns to make and may make no progress
 

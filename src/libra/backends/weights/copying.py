@@ -1,7 +1,7 @@
 """Weights from one node's memory to another's in one piece: all of them, or the changes since the version before.
 
-Invariant: the way whose last use took less time is chosen, the other is tried again at times, and both leave the same
-bytes. So a fast network carries everything, a slow one deltas, without configuration.
+Invariant: the way whose last use took less time is chosen, the other way is tried again from time to time, and both
+give the same bytes. So a fast network carries everything, and a slow network carries deltas, without configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from libra.backends.weights.grid import Grid
 
 Way = Literal["everything", "delta"]
 
-_AGAIN = 16  # copies after which the slower way is tried again: rates of learning fall, and links get busy
+_AGAIN = 16  # copies after which the slower way is tried again, since learning rates fall and links get busy
 _LENGTH = struct.Struct("<I")
 
 

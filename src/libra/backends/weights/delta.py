@@ -1,14 +1,14 @@
 """Deltas: the exact changes of a range of weights from one version to the next, in few bytes.
 
-Invariant: a delta gives the new numbers to the last bit from the old ones that it was made of, whatever their bits
-(NaN, -0 and infinity included). From other numbers it gives garbage, so its receiver compares checksums. Bytes that do
+Invariant: from the old numbers of which it was made, a delta gives the new numbers exactly, for all bit patterns (NaN,
+-0 and infinity included). From other numbers it gives wrong numbers, so the receiver compares checksums. Bytes that do
 not decode raise `DeltaError`, and never write to a wrong place in memory.
 
-A step of reinforcement learning is small against a bf16 number's last place: at a learning rate of 1e-6 one number in a
-hundred changes, and mostly to its neighbour. So a delta has the places of changed numbers, as gaps of one byte (255:
-that gap, and the next byte adds to it). It also has the number of representable values that each number moved, as a
-mostly small integer (zigzag, a plane for each byte). zlib Huffman-codes both with runs: they repeat no strings, and a
-search for repeated strings takes five times as long.
+A step of reinforcement learning is small compared with the last bit of a bf16 number: at a learning rate of 1e-6 one
+number in a hundred changes, and mostly to its neighbour. So a delta has the places of changed numbers, as gaps of one
+byte (255: that gap, and the next byte adds to it). It also has the number of representable values that each number
+moved, as a mostly small integer (zigzag, a plane for each byte). zlib Huffman-codes both with runs: they repeat no
+strings, and a search for repeated strings takes five times as long.
 """
 
 from __future__ import annotations

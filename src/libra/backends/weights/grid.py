@@ -17,7 +17,8 @@ from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
 from libra.backends.transport.shared_memory import Vector
 from libra.backends.weights.delta import Numbers
 
-# What fits a core's cache, so that comparing, packing and checking it read memory once; smaller ones pay for calls.
+# A chunk fits a core's cache, so that comparing, packing and checking it read memory once. With smaller chunks, the
+# overhead of calls is too large.
 CHUNK_BYTES = 1 << 20
 
 Mask = npt.NDArray[np.bool_]  # [chunks]
@@ -26,8 +27,8 @@ Sums = npt.NDArray[np.uint32]  # [chunks], CRC-32 each
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """`size` are the bytes of the weights, `dtype` is the type of all of them, `layout` the CRC-32 of their places: in
-    another layout the same bytes mean something else."""
+    """A division of weights into chunks. `size` is the size of the weights in bytes, `dtype` is their type, and
+    `layout` is the CRC-32 of their places: in another layout, the same bytes are other weights."""
 
     size: int
     dtype: Dtype

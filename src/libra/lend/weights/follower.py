@@ -1,9 +1,10 @@
 """A process that keeps a node's weights, for engines in other processes: `python -m libra.lend.weights.follower`.
 
-Invariant: it never writes to the half that it last reported to its owner before the owner has answered, and it ends
-with its owner. The owner writes one JSON line, the order, to its standard input. From its standard output the owner
-reads the address at which others may follow this node, and then each version. The owner answers each version with a
-line when its engines have loaded it. The last line of standard error is the reason of its end.
+Invariant: the process reports each version to its owner, and then does not write to that half of the memory before the
+owner has answered. It ends with its owner. The owner writes one JSON line, the order, to the standard input of the
+process. From its standard output the owner reads the address at which others may follow this node, and then each
+version. The owner answers each version with a line when its engines have loaded it. The last line of standard error is
+the reason of its end.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Spans(Watcher):
         return agent
 
     def _returned(self, agent: _Agent, id: str, returned: ToolReturn, now: int) -> None:
-        """The tool call, from the answer of the turn before it until now."""
+        """Make the span of a tool call, which lasts from the answer to the previous turn until now."""
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.conversation.id": id,

@@ -32,8 +32,9 @@ def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, i
 
 
 def scaled(ticks: Ints, growth: Ints, lines: tuple[tuple[int, int], ...]) -> tuple[Ints, Ints]:
-    """The lines of an iteration whose engines' own parts take `ticks` and grow by `growth`. The iteration takes the
-    longest of `factor * own + more` over all (factor, more) of `lines`."""
+    """Lines of whole iterations, from lines of the engines' own parts, which take `ticks` and grow by `growth`. For
+    each engine's part `own`, the iteration takes the longest of `factor * own + more` over all (factor, more) of
+    `lines`."""
     if len(lines) == 1 and lines[0][0] == 1:
         return ticks + lines[0][1], growth
     return (
