@@ -200,7 +200,7 @@ def test_the_example_in_the_planning_page_works(
     ("name", "printed"),
     [
         ("plan_in_a_loop.py", "-bound, "),
-        ("replan_in_a_loop.py", "change: nothing runs yet"),
+        ("replan_in_a_loop.py", "change: no allocation is running"),
         ("simulate_in_a_script.py", "round-robin: "),
         ("simulate_a_run.py", "least-loaded: "),
     ],

@@ -158,7 +158,7 @@ def test_a_model_that_no_node_holds_has_the_roofline_times_of_engines_over_nodes
     recipe = RECIPE.model_copy(update={"gpu_memory_utilization": 0.36})  # 30.6 GB a GPU, and 29.5 GB of weights
     (found,) = engine_profiles(single, QWEN_14B, recipe, note=notes.append)
     assert [grid.tp for grid in found.engines] == [1, 2, 4]
-    assert "no node holds Qwen/Qwen3-14B, and kernel tables end at a node" in notes[0]
+    assert "no node can hold Qwen/Qwen3-14B, and kernel tables cover single nodes only" in notes[0]
 
 
 def test_where_there_are_no_tables_the_roofline_takes_their_place_and_says_so(cache: Path) -> None:

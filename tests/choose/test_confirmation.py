@@ -75,7 +75,7 @@ def test_an_effort_without_samples_is_refused() -> None:
         (SimulatedGain(2.0, 1.0, 6), 0.0, True, "; simulated: 2 +- 1 s a step over 6 simulated steps"),
         (SimulatedGain(1.0, 1.0, 6), 0.0, False, "; simulation does not confirm it: 1 +- 1 s a step"),
         (SimulatedGain(-5.0, 1.0, 6), 0.0, False, "; simulation does not confirm it: -5 +- 1 s a step"),
-        (SimulatedGain(1e-6, 1e-7, 6), 1e-3, False, "within 10 steps, and it costs "),
+        (SimulatedGain(1e-6, 1e-7, 6), 1e-3, False, "within 10 steps, and costs "),
     ],
 )
 def test_a_change_is_made_if_simulation_confirms_it(gain: SimulatedGain, cost: float, taken: bool, reason: str) -> None:

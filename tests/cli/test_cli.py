@@ -127,7 +127,7 @@ def test_a_service_without_its_extra_says_how_to_get_it(command: str, file: str)
 
 
 def test_engines_with_roles_are_not_emulated() -> None:
-    said = "prefill_decode.yaml: the role of prefill-0 is prefill; KV goes from engine to engine only where"
+    said = "prefill_decode.yaml: the role of prefill-0 is prefill, but KV transfers between engines are"
     assert_refused(libra("emulate", EXAMPLES / "prefill_decode.yaml"), said)
 
 

@@ -63,7 +63,7 @@ def test_policies_are_compared_in_whole_runs_of_a_plan(tmp_path: Path) -> None:
     [
         (("cmlfq",), "POLICY... names one policy; give two or more to compare"),
         (("cmlfq", "sticky", "--cold", "--learn-from", LOG), "--cold and --learn-from contradict each other"),
-        (("cmlfq", "sticky", "--steps", 3), "--steps is for whole runs of a plan"),
+        (("cmlfq", "sticky", "--steps", 3), "--steps is for a plan: a file of engines"),
         (("cmlfq", "quickest"), "quickest"),
         (("cmlfq", "sticky", "--learn-from", "/dev/null"), "/dev/null"),
     ],

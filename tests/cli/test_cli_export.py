@@ -49,7 +49,7 @@ def test_the_explanation_says_what_the_framework_costs(plans: Path, tmp_path: Pa
     assert result.exit_code == 0, result.output
     for text in (result.stdout, page.read_text()):
         assert "Planning for verl (engines of one size, whole nodes for training and for rollout" in text
-        assert "without --for, which routes by cmlfq, here as if that were never wrong." in text
+        assert "without --for, which assumes the router cmlfq without errors." in text
 
 
 def test_what_cannot_be_expressed_is_refused_with_the_remedy(plans: Path, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_remedy(plans: Path, tmp_pa
     assert_refused(libra(*exported, "--for", "verll"), "unknown framework 'verll'; did you mean verl?")
     assert_refused(libra("plan", *QUESTION, *QUICK, "--for", "verll"), "unknown framework 'verll'; did you mean verl?")
     engines = EXAMPLES / "engines.yaml"
-    assert_refused(libra("export", engines, "--for", "verl"), "a file of engines is for --for vllm only")
+    assert_refused(libra("export", engines, "--for", "verl"), "a file of engines needs --for vllm")
     assert_refused(libra(*exported, "--for", "verl", "-o", plans / "verl.json"), "the same file as")
     run = (EXAMPLES / "calculator.yaml", "-t", EXAMPLES / "trajectories.jsonl", "--for", "verl")
     assert_refused(libra("plan", *run), "--for is for a cluster of GPUs")

@@ -67,7 +67,7 @@ def test_a_damaged_log_leaves_nothing_behind(tmp_path: Path) -> None:
     log.write_bytes(SAMPLES["verl"] + b'{"input": "q", "output": [3], "score": 1}\n')
     out.write_text("before\n")
     assert_refused(
-        libra("trace", "import", log, out), f"{log}:3: output: list of 1 is not a text; correct it, or leave"
+        libra("trace", "import", log, out), f"{log}:3: output: list of 1 is not a text; correct it, or remove"
     )
     assert out.read_text() == "before\n"
     assert {path.name for path in tmp_path.iterdir()} == {"log", "own.jsonl"}

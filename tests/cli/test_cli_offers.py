@@ -99,13 +99,13 @@ def test_what_if_takes_any_gpu(tmp_path: Path) -> None:
     [
         (("--compare", "h100:8"), "--steps is missing: give the optimiser steps of the training"),
         (("--compare", "h100:12", "--steps", 10), "--compare h100: 12 GPUs are not whole nodes of 8"),
-        (("--compare", "h100:8", "--steps", 10, "--cost", "h100"), "--cost h100: give NAME=DOLLARS for an hour"),
+        (("--compare", "h100:8", "--steps", 10, "--cost", "h100"), "--cost h100: give NAME=DOLLARS, the cost of"),
         (("--compare", "h100:8", "--steps", 10, "--cost", "h100=-1"), "libra: --cost h100=-1: give NAME=DOLLARS"),
-        (("--compare", "h100:8", "--steps", 10, "--confirm"), "--confirm is for one plan, and --compare makes several"),
+        (("--compare", "h100:8", "--steps", 10, "--confirm"), "--confirm checks one plan, but --compare makes several"),
         (("--compare", "h100:8", "--steps", 10, "--cost", "h100=1,H100=2"), "--cost H100=2: H100 has a cost already"),
-        (("--compare", "h100:8", "--steps", 10, "--what-if", "gpus=16"), "--what-if changes nodes or GPUs"),
+        (("--compare", "h100:8", "--steps", 10, "--what-if", "gpus=16"), "--what-if cannot change nodes or GPUs"),
         (("--compare", "h100:8", "--steps", 10, "--deadline", "soon"), "--deadline is 'soon'; give seconds, or a"),
-        (("--deadline", "7d"), "--deadline is for --compare; give it clusters"),
+        (("--deadline", "7d"), "--deadline needs --compare: name clusters"),
         ((), "CLUSTER is missing: give a cluster.yaml"),
     ],
 )

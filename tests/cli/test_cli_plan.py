@@ -72,7 +72,7 @@ def test_plan_says_what_the_log_cannot_tell(tmp_path: Path) -> None:
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
     notes = (
         "note: 1 trajectory of 60 in the log left out: unfinished",
-        "note: tool seconds unknown for 100.0 % of the tool calls: planned as 0 s",
+        "note: tool seconds unknown for 100.0 % of the tool calls: 0 s assumed",
     )
     shown, as_json = plan(log=log), plan("--json", log=log)
     for note in notes:
@@ -117,7 +117,7 @@ def test_plan_refuses_a_log_with_nothing_finished(tmp_path: Path) -> None:
 def test_plan_refuses_trajectories_longer_than_every_engine(tmp_path: Path) -> None:
     engines = {name: {**shape, "max_model_len": shape["max_model_len"] // 2} for name, shape in BASE["engines"].items()}
     config = write(tmp_path / "run.yaml", changed(engines=engines))
-    assert_refused(plan(config=config), "engines.long.max_model_len: it is 96, the largest, and ")
+    assert_refused(plan(config=config), "engines.long.max_model_len: the largest value is 96, but ")
 
 
 def test_plan_ends_with_3_when_no_plan_exists(tmp_path: Path) -> None:
@@ -207,8 +207,8 @@ def test_as_json_there_is_nothing_else_on_standard_output(tmp_path: Path) -> Non
     assert found.request.cluster.devices == 16
     assert found.request.model.name == SMALL
     first, alternate = result.stderr.splitlines()
-    assert first == "note: 1 trajectory of 21 in the log unfinished: counted as at least as long as they are"
-    assert "is the mean of steps that alternate" in alternate
+    assert first == "note: 1 trajectory of 21 in the log unfinished: their present lengths count as lower bounds"
+    assert "is the mean of alternating steps" in alternate
     assert str(tmp_path) not in result.stdout
 
 
@@ -253,8 +253,11 @@ def test_without_a_request_the_defaults_are_said(tmp_path: Path) -> None:
     assert isinstance(request, ClusterRequest)
     assert request.recipe == Recipe(batch=512, samples_per_prompt=16, max_length=40960)
     first, alternate = result.stderr.splitlines()
-    assert first == "note: no --request: 512 trajectories a step, 16 a prompt, up to 40,960 tokens, asynchronous"
-    assert "is the mean of steps that alternate" in alternate
+    assert (
+        first
+        == "note: no --request: assumed 512 trajectories per step, 16 per prompt, up to 40,960 tokens, asynchronous"
+    )
+    assert "is the mean of alternating steps" in alternate
     (tmp_path / "plan.json").write_text(result.stdout)
     explained = libra("explain", tmp_path / "plan.json")
     assert "A step is predicted to take" in explained.stdout
@@ -439,7 +442,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "half a node",
         Asked(options=("--what-if", "gpus=12")),
         2,
-        ("--what-if gpus=12", "give a positive multiple of it"),
+        ("--what-if gpus=12", "give a positive multiple of this number"),
     ),
     ("no assumption", Asked(options=("--what-if", "more")), 2, ("--what-if more: give KEY=VALUE",)),
     (
@@ -507,8 +510,12 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_cluster_needs_a_model_and_a_run_its_profile() -> None:
-    assert_refused(libra("plan", CONFIG, "-t", LOG), "--model or --profile is missing: with --model a cluster of GPUs")
-    assert_refused(plan("--what-if", "gpus=8"), "--what-if changes a cluster; change the configuration of a run in its")
+    assert_refused(
+        libra("plan", CONFIG, "-t", LOG), "--model or --profile is missing: give --model for a cluster of GPUs"
+    )
+    assert_refused(
+        plan("--what-if", "gpus=8"), "--what-if is for a cluster of GPUs: change the configuration of a run in its"
+    )
 
 
 def test_a_refusal_that_quotes_a_log_cannot_control_the_terminal(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_live_run_is_named_first(run: Path) -> None:
         assert holder.stdout.readline() == b"held\n"
         done = libra("report", run)
         assert done.exit_code == 0
-        assert f"note: process {holder.pid} is running in {run}" in done.stderr
+        assert f"note: process {holder.pid} is still running in {run}" in done.stderr
         config = write(run.parent / "run.yaml", {**BASE, "name": run.name, "directory": str(run.parent)})
         for option in ("--resume", "--overwrite", "--allocation=static"):
             assert_refused(libra("run", config, option), f"name: process {holder.pid} is running in {run}; wait for it")

@@ -87,7 +87,7 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
     (
         "no Ray cluster there",
         changed(cluster={"launcher": "ray", "ray_address": "127.0.0.1:1"}),
-        "cluster.ray_address: nothing answers at 127.0.0.1:1 ([Errno 111] Connection refused); run libra on a node",
+        "cluster.ray_address: no Ray cluster answers at 127.0.0.1:1 ([Errno 111] Connection refused); run libra on",
     ),
     ("more workers than memory", slots(100_000), "cluster.slots: 100000 workers need about "),
     ("more slots than cores", changed(cluster={"share": 1000.0}), "or a smaller cluster.share"),
@@ -401,7 +401,7 @@ def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("libra.loop.run.run", full)
     result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
-    remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
+    remedy = "continue with --resume" if saved else "the run has no checkpoint yet; start again with --overwrite"
     assert (result.exit_code, result.stderr) == (
         1,
         f"libra run: {run}/journal.jsonl cannot be written (No space left on device): free some space on its disk;"
@@ -423,7 +423,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(here: Path, monkeypatch: pytest.Monke
     result = libra("run", write(here / "run.yaml", BASE))
     assert (result.exit_code, ended) == (130, [True])
     assert result.stderr == (
-        "libra run: interrupted (files are in runs/calculator); it had no checkpoint yet, start again with"
+        "libra run: interrupted (files are in runs/calculator); the run has no checkpoint yet; start again with"
         " --overwrite\n"
     )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -538,9 +538,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(here: Path) -> None:
         libra("run", other, "--plan", plan),
         f"--plan {plan}: training.prompts_per_step: the plan is for 24, and the configuration has 12; plan again",
     )
-    assert_refused(
-        libra("run", config, "--plan", plan, "--resume"), "--plan describes the start of a run, and --resume"
-    )
+    assert_refused(libra("run", config, "--plan", plan, "--resume"), "--plan starts a run, and --resume")
     assert_refused(libra("run", config, "--plan", here / "none"), f"--plan {here / 'none'}: No such file or directory;")
     assert_refused(libra("run", config, "--plan", config), f"--plan {config}: not JSON")
     assert_refused(libra("run", plan), f"{plan}: this is a plan, not the configuration of a run: give libra run CONFIG")

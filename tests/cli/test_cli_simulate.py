@@ -152,7 +152,7 @@ def test_engines_of_a_file_run_trajectories(route: str, tmp_path: Path) -> None:
     found = document(result)
     assert found["metrics"]["trajectories"] == 60
     assert found["workload"]["concurrency"] == 4
-    assert "note: 1 of 60 trajectories in the log unfinished: run as far as the log goes\n" in result.stderr
+    assert "note: 1 of 60 trajectories in the log are unfinished: simulated up to their last" in result.stderr
 
 
 def test_prefill_and_decode_apart() -> None:
@@ -223,7 +223,7 @@ def test_the_rollout_of_a_plan_is_held_against_its_prediction(plans: dict[str, P
     result = libra("simulate", plans["async"], "-t", LOG)
     assert result.exit_code == 0, result.stderr
     assert "Rollout of 1 step: the plan says " in result.stdout
-    assert "note: 1 step: 64 trajectories drawn from 60 finished ones, each once, the rest with" in result.stdout
+    assert "note: 1 step: 64 trajectories drawn from 60 finished ones, each once, then more with" in result.stdout
     found = document(libra("simulate", plans["async"], "-t", LOG, "--json"))
     said = found["plan"]
     assert said["simulated_makespan"] == found["metrics"]["makespan"]
@@ -274,7 +274,7 @@ def test_a_router_without_evidence_is_pointed_out(plans: dict[str, Path]) -> Non
     published = ("simulate", plans["slots"], "-t", LOG, "--route", "cmlfq-published")
     cold, warm = libra(*published), libra(*published, "--learn-from", LOG)
     assert "without evidence" not in libra("simulate", plans["slots"], "-t", LOG).stdout
-    assert "cmlfq-published begins without evidence" in cold.stdout
+    assert "cmlfq-published starts without evidence" in cold.stdout
     assert warm.exit_code == 0
     assert "without evidence" not in warm.stdout
 
@@ -295,7 +295,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     (
         "updates beyond what is counted",
         {**BASE, "weight_updates": {"every": 1e9, "times": 1, "pause": 1}},
-        ("weight_updates.every: 1e+09 seconds is more than 106 days away",),
+        ("weight_updates.every: 1e+09 seconds is longer than 106 days",),
     ),
     ("an unknown policy", {**BASE, "route": "random"}, ("route: policy is 'random'; choose one of round-robin",)),
     ("a policy of files", {**BASE, "route": "random"}, ("cmlfq, data-parallel",)),
@@ -309,7 +309,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     (
         "quantised experts of a model without",
         group(quantization="mxfp4"),
-        ("engines.0.quantization is mxfp4, which is of routed experts", "Qwen/Qwen3-14B has none: take another one"),
+        ("engines.0.quantization is mxfp4, which is for routed experts", "but Qwen/Qwen3-14B has none: choose another"),
     ),
     ("an unknown KV type", group(kv_cache_dtype="int4"), ("engines.0.kv_cache_dtype: Input should be 'auto', ",)),
     ("no seats", group(max_num_seqs=0), ("engines.0.max_num_seqs: Input should be greater", "(got 0)")),
@@ -416,7 +416,7 @@ def test_engines_that_cannot_run_are_refused_before_they_do(
 
 
 BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
-    ("no work", (ENGINES,), ("--requests FILE or --trajectories FILE, one of them",)),
+    ("no work", (ENGINES,), ("give either --requests FILE or --trajectories FILE",)),
     ("two kinds of work", (ENGINES, "--requests", REQUESTS, "-t", LOG), ("--requests FILE or --trajectories FILE",)),
     ("neither plan nor engines", (LOG, "-t", LOG), ("trajectories.jsonl: give a plan.json", "a YAML file such as")),
     ("no such file", ("no.yaml", "--requests", REQUESTS), ("no.yaml: No such file or directory: give an existing",)),
@@ -512,13 +512,13 @@ def test_no_input_is_overwritten(tmp_path: Path, option: str) -> None:
     link.symlink_to(requests)
     for output, read in ((engines, engines), (requests, requests), (link, requests)):
         refused = simulate(option, output, engines=engines, requests=requests)
-        assert_refused(refused, f"{output}: the same file as {read}, which is read; give another file")
+        assert_refused(refused, f"{output}: the same file as {read}, which is an input; give another file")
     assert (engines.read_bytes(), requests.read_bytes()) == (ENGINES.read_bytes(), REQUESTS.read_bytes())
 
 
 def test_two_outputs_are_two_files(tmp_path: Path) -> None:
     out, again = tmp_path / "out.json", tmp_path / "." / ".." / tmp_path.name / "out.json"
-    assert_refused(simulate("-o", out, "--report", again), f"{again}: the same file as {out}, which is written besides")
+    assert_refused(simulate("-o", out, "--report", again), f"{again}: the same file as {out}, which is another output")
     assert not out.exists()
     assert simulate("-o", os.devnull, "--report", os.devnull).exit_code == 0
 
@@ -538,13 +538,13 @@ def test_planning_overwrites_no_input(plans: dict[str, Path], tmp_path: Path) ->
         (libra("plan", EXAMPLES / "calculator.yaml", "-t", log, "-p", profile, "-o", log), log),
         (libra("explain", plan, "--html", plan), plan),
     ):
-        assert_refused(refused, f"{path}: the same file as {path}, which is read")
+        assert_refused(refused, f"{path}: the same file as {path}, which is an input")
     assert (log.read_bytes(), plan.read_bytes()) == (LOG.read_bytes(), plans["slots"].read_bytes())
 
 
 BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
-    ("no log", "async", (), ("a plan is simulated on trajectories: give --trajectories",)),
-    ("requests", "async", ("--requests", REQUESTS), ("give --trajectories, and no --requests",)),
+    ("no log", "async", (), ("a plan needs trajectories: give --trajectories",)),
+    ("requests", "async", ("--requests", REQUESTS), ("give --trajectories instead of --requests",)),
     ("a rate", "async", ("-t", LOG, "--rate-scale", 2), ("--rate-scale is for requests (--requests); leave it out",)),
     (
         "part of a sample",
@@ -653,7 +653,7 @@ def test_another_batch_keeps_the_weights_of_the_log_and_says_so(
     shown = libra("explain", plans["async"], "--what-if", assumption)
     assert shown.exit_code == 0, shown.stderr
     assert (
-        "trajectories weigh as in the plan, whose batch is 64: libra plan --what-if batch=128" in shown.stdout
+        "trajectories keep their weights from the plan with batch 64; libra plan --what-if batch=128" in shown.stdout
     ) is said
 
 

@@ -153,6 +153,6 @@ def test_training_memory_of_states_and_attention_is_a_mean() -> None:
 )
 def test_a_plan_says_which_times_nothing_was_held_against(mixers: tuple[Mixer, ...], names: str | None) -> None:
     told = unmeasured(mixed(*mixers))
-    expected = f"times of {names} of mixed are modelled by FLOPs and bytes; no run was held against them"
+    expected = f"times of {names} of mixed are modelled by FLOPs and bytes, and not compared with any run"
     assert told == (None if names is None else expected)
     assert isinstance(FULL, Attention)

@@ -62,7 +62,7 @@ def test_forwards_alone_fill_the_pipeline_once() -> None:
 
 @pytest.mark.parametrize(("forward", "backward"), [([], []), ([[]], [[]])])
 def test_an_empty_pipeline_is_refused(forward: list[list[float]], backward: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="at least one of each"):
+    with pytest.raises(ValueError, match="give one or more of both"):
         pipeline_seconds(forward, backward)
 
 

@@ -151,9 +151,9 @@ def test_names_that_vllm_does_not_have_are_refused(given: tuple[str | None, str]
 
 def test_what_a_model_cannot_be_stored_in_is_said() -> None:
     refused = Quantization("mxfp4").refusal(DENSE)
-    assert refused is not None and refused.startswith("quantization is mxfp4, which is of routed experts")
+    assert refused is not None and refused.startswith("quantization is mxfp4, which is for routed experts")
     assert Quantization("mxfp4").refusal(MOE) is None
-    assert "latent ones" in (Quantization(None, "nvfp4").refusal(LATENT) or "")
+    assert "latent vectors" in (Quantization(None, "nvfp4").refusal(LATENT) or "")
 
 
 def test_a_recipe_says_how_engines_store_numbers() -> None:

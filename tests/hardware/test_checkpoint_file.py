@@ -228,8 +228,8 @@ def test_engines_store_what_the_checkpoint_does_unless_a_key_says_otherwise() ->
     assert Quantization("awq").weights(eight).name == "awq"
     assert AS_STORED.weight_bytes(plain) == Quantization("bf16").weight_bytes(eight)
     assert AS_STORED.note(plain) is None
-    assert "as its checkpoint does: fp8 (attention in 16 bits)" in (AS_STORED.note(eight) or "")
-    assert "in bf16, as the key says" in (Quantization("bf16").note(eight) or "")
+    assert "in its checkpoint's format: fp8 (attention in 16 bits)" in (AS_STORED.note(eight) or "")
+    assert "in bf16 (key quantization)" in (Quantization("bf16").note(eight) or "")
 
 
 @pytest.mark.parametrize(

@@ -100,15 +100,16 @@ def test_windows_are_where_the_configuration_has_them(tmp_path: Path, name: str,
 def test_a_field_that_changes_a_shape_and_is_not_read_is_told(tmp_path: Path) -> None:
     _, notes = read(tmp_path, CONFIGS["qwen3"] | {"side_network_dim": 7, "num_side_heads": 3, "comment": "none"})
     assert notes == [
-        f"{tmp_path.name}: not read: side_network_dim, num_side_heads; check the parameters if one of them changes the"
-        " shape"
+        f"{tmp_path.name}: fields not read: side_network_dim, num_side_heads; "
+        "compare the number of parameters: these may change the shape"
     ]
     without = {key: value for key, value in CONFIGS["gemma3_text"].items() if key != "head_dim"}
     _, notes = read(tmp_path, without)
-    assert notes == [f"{tmp_path.name}: not given, and assumed: head_dim 256"]
+    assert notes == [f"{tmp_path.name}: absent fields, with assumed values: head_dim 256"]
     _, notes = read(tmp_path, {key: it for key, it in CONFIGS["qwen3"].items() if key != "num_key_value_heads"})
     assert notes == [
-        f"{tmp_path.name}: not given, and assumed: num_key_value_heads {CONFIGS['qwen3']['num_attention_heads']}"
+        f"{tmp_path.name}: absent fields, with assumed values: num_key_value_heads"
+        f" {CONFIGS['qwen3']['num_attention_heads']}"
     ]
 
 
@@ -133,7 +134,10 @@ def test_an_unknown_family_is_read_by_its_fields(tmp_path: Path, name: str) -> N
     assert model.parameters == pytest.approx(known.parameters, rel=0.01)
     assert model.kv_bytes(1000, 2) == known.kv_bytes(1000, 2)
     assert notes[0].endswith("the family apple_pie is unknown: read by its fields; norms and biases may be missing")
-    with pytest.raises(ConfigError, match="num_side_heads: this field may change the shape, and its family is unknown"):
+    with pytest.raises(
+        ConfigError,
+        match="num_side_heads: this field may change the shape, but its meaning in an unknown family is unclear",
+    ):
         read(tmp_path, new | {"num_side_heads": 3})
     with pytest.raises(ConfigError, match="model_type: unknown architecture 'apple_pie'"):
         read(tmp_path, new | {"hidden_act": "relu2"})
@@ -171,7 +175,11 @@ def test_a_changed_configuration_is_read_or_refused_in_a_line(tmp_path: Path, se
     ("name", "change", "refusal"),
     [
         ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok: active is 7, but there are 4 experts; lower it"),
-        ("mistral4", {"n_group": 7}, "n_group: groups is 7 and active_groups 1; take groups that divide the 8 experts"),
+        (
+            "mistral4",
+            {"n_group": 7},
+            "n_group: groups is 7 and active_groups 1; set groups to a divisor of the 8 experts",
+        ),
         (
             "olmo_hybrid",
             {"linear_num_key_heads": 7},

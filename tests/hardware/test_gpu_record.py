@@ -40,7 +40,7 @@ def test_products_in_fp8_train_faster_and_the_rest_as_in_bf16(record: GPURecord)
     refusal = dtype_refusal(gpu, "fp8")
     assert dtype_refusal(gpu, "bf16") is None and (refusal is None) == ("fp8" in record.faster)
     if refusal is not None:
-        with pytest.raises(ValueError, match="does not multiply: set it to bf16"):
+        with pytest.raises(ValueError, match="does not multiply in fp8: set it to bf16"):
             training_rates(gpu, "fp8")
         return
     narrow = training_rates(gpu, "fp8")

@@ -363,7 +363,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("no first layer", config("deepseek-ai/DeepSeek-V3", first_k_dense_replace=None),
      "first_k_dense_replace: this field"),
     ("heads that do not divide", config("Qwen/Qwen2.5-7B", num_attention_heads=30, num_key_value_heads=6),
-     "head_dim: this field is required, for"),
+     "head_dim: this field is required, since"),
     ("negative", config(hidden_size=-5120), "hidden_size: expected a whole number of 1 or more (got -5120)"),
     ("fraction", config(hidden_size=5120.0), "hidden_size: expected a whole number of 1 or more (got 5120.0)"),
     ("true", config(hidden_size=True), "hidden_size: expected a whole number of 1 or more (got True)"),
@@ -413,14 +413,16 @@ def test_a_configuration_that_is_not_understood_is_refused_by_field(tmp_path: Pa
 )
 def test_no_model_of_another_size_or_version_is_suggested(given: str, suggested: str | None) -> None:
     hint = "known are" if suggested is None else re.escape(f"did you mean {suggested}? Known are ")
-    with pytest.raises(ConfigError, match=f"no such file or known model; {hint}.*for another one give its config.json"):
+    with pytest.raises(
+        ConfigError, match=f"no such file or known model; {hint}.*for another model, give its config.json"
+    ):
         load_model(given)
 
 
 def test_what_is_neither_file_nor_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'Qwen/Qwen3-13B': no such file or known model; known are Qwen/Qwen2.5-"):
         load_model("Qwen/Qwen3-13B")
-    with pytest.raises(ConfigError, match="for another one give its config"):
+    with pytest.raises(ConfigError, match="for another model, give its config"):
         load_model("some/thing-else")
     with pytest.raises(ConfigError, match="No such file or directory: give an existing config"):
         load_model(tmp_path)

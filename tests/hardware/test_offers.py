@@ -40,7 +40,7 @@ def test_a_class_of_the_file_comes_before_a_gpu_of_its_name() -> None:
 def test_pools_that_serve_are_no_part_of_an_offer_and_are_told() -> None:
     serving = Cluster((A800,), (ServingPool(replace(A800, name="chat")),))
     [cluster], notes = parse_offers("a800:16", serving, {})
-    assert not cluster.serving and notes == ["chat serves: no offer has it, nor what it lends"]
+    assert not cluster.serving and notes == ["chat serves users: no offer contains this pool, or its loans"]
 
 
 def test_a_known_gpu_has_nodes_that_the_notes_describe() -> None:
@@ -62,7 +62,7 @@ def test_costs_are_of_one_gpu_and_hour() -> None:
     [
         ("h100", {}, "'h100' is not an offer; give NAME:GPUS or NAME:FIRST..LAST"),
         ("h100:8,", {}, "'' is not an offer"),
-        ("h100:12", {}, "h100: 12 GPUs are not whole nodes of 8; give a multiple of it"),
+        ("h100:12", {}, "h100: 12 GPUs are not whole nodes of 8; give a multiple of 8"),
         ("h100:0", {}, "h100:0: give at least 1 GPU, and the smaller number first"),
         ("h100:16..8", {}, "h100:16..8: give at least 1 GPU, and the smaller number first"),
         ("h100:8..16,h100:16", {}, "16 GPUs of h100 are offered twice"),

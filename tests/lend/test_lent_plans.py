@@ -28,7 +28,7 @@ def test_lent_engines_are_left_out() -> None:
     assert not menu.lent
     left_out = [it for it in menu.rejected if it.kind == "framework"]
     assert left_out
-    assert "slime starts engines on nodes of its own only" in left_out[0].reason
+    assert "slime starts engines only on its own nodes" in left_out[0].reason
     assert any(group.role == "generate" for group in make_plan(planner.request(CLASSES)).placement)
 
 

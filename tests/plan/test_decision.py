@@ -61,7 +61,16 @@ TABLE = [
     ("pays", SLOW, FAST, 6.0, 0.1, 7.9, True, "saves 1.333 s of 4 s a step, 8 s over 6 steps, more than the 7.9 s"),
     ("exactly pays back: no", SLOW, FAST, 6.0, 0.1, 8.0 + 1e-9, False, "8 s over 6 steps, not more than the 8 s"),
     ("too short a horizon", SLOW, FAST, 5.0, 0.1, 7.9, False, "6.667 s over 5 steps, not more than the 7.9 s it costs"),
-    ("within uncertainty", SLOW, FAST, 100.0, 0.34, 0.0, False, "not more than the 1.36 s by which the tracked work"),
+    (
+        "within uncertainty",
+        SLOW,
+        FAST,
+        100.0,
+        0.34,
+        0.0,
+        False,
+        "not more than the 1.36 s of uncertainty in the tracked work",
+    ),
     ("free but slower", FAST, SLOW, 100.0, 0.0, 0.0, False, "takes 1.333 s longer than 2.667 s"),
     ("the same", FAST, FAST, 100.0, 0.0, 0.0, False, "the current allocation is optimal"),
 ]
@@ -177,7 +186,7 @@ def test_a_gain_has_to_exceed_what_corrected_prices_may_be_wrong_by(
     assert found.doubt == found.price_error
     assert found.current == bias.corrected(price(problem, SLOW))
     assert found.proposed == bias.corrected(price(problem, FAST))
-    assert taken or "s by which prices are" in found.reason
+    assert taken or "s of uncertainty in prices" in found.reason
 
 
 def test_the_errors_of_work_and_of_prices_add_up_as_independent_ones() -> None:

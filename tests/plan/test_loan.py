@@ -170,5 +170,5 @@ def test_nobody_lends_engines_for_the_longest_contexts() -> None:
 
 
 def test_nothing_trains_where_users_are_served() -> None:
-    with pytest.raises(ValueError, match="t trains on pool chat, which serves; train on another"):
+    with pytest.raises(ValueError, match="t trains on pool chat, which serves users: train on another"):
         replace(PROBLEM, training=(TrainingOption("t", "chat", 1, 1, 8.0, 0.0),))

@@ -233,7 +233,7 @@ def test_pools_are_placed_apart() -> None:
 
 REFUSED = [
     ("a size that leaves gaps", Wanted(8, 1, 3, 1, ()),
-     "x3 takes 3 devices; nodes of a have 8: a group divides its node"),
+     "x3 takes 3 devices; nodes of a have 8: give sizes that divide a node"),
     ("more than a node, less than two", Wanted(8, 2, 12, 1, ()), "x12 takes 12 devices; nodes of a have 8"),
     ("too many engines", Wanted(8, 1, 4, 1, ((4, 2),)), "pool a has no room for a group of 4; the allocation does not"),
     ("too many nodes", Wanted(8, 1, 16, 1, ()), "pool a has no 2 nodes left; the allocation does not fit"),

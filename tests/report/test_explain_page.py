@@ -31,7 +31,8 @@ def test_a_page_says_what_was_explained() -> None:
         "32 devices of a",
         "11 devices 4 engines, 2 buckets",
         "13 devices 5 of 48 a (others suffice), 8 of 8 [b] (too slow)",
-        "Up to 24 training devices, training by itself sets the step; from 32, generation with what follows it does.",
+        "Up to 24 training devices, training alone determines the step; from 32 on, generation and the phases "
+        "after it do.",
         "this plan: 32 train",
         "3 × a/tp1 · 3 devices · 75.0 % of the step",
         "1 × a/tp8 · 8 devices · the whole step",
@@ -122,10 +123,10 @@ def test_each_pool_that_could_train_has_a_figure_and_the_plan_is_marked_on_its_o
     own, second = split_figures(replace(EXPLANATION, splits=(*other, *EXPLANATION.splits)))
     assert own.title.endswith("training on a") and "this plan" in own.chart
     assert second.title.endswith("training on [b]") and "this plan" not in second.chart
-    assert "Whatever the split, generation, with what follows it, sets the step." in second.note
+    assert "With every split, generation, with what follows it, determines the step." in second.note
     slow = tuple(replace(split, training=150.0) for split in other)
     assert (
-        "Whatever the split, training by itself sets the step."
+        "With every split, training by itself determines the step."
         in split_figures(replace(EXPLANATION, splits=slow))[0].note
     )
 

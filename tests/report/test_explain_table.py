@@ -25,24 +25,27 @@ from libra.report.explain_table import (
 HEADLINES = [
     (
         {},
-        "Rollout-bound: a step is as long as generation, 1 min 40 s, and the rest would allow one 20.0 % shorter."
+        "Rollout-bound: a step is as long as generation, 1 min 40 s; without this bottleneck, a step could be "
+        "20.0 % shorter."
         " No plan is shorter by more than 0.01 %.",
     ),
     (
         {"bound": Bound("latency", (("training", 50.0), ("latency", 49.0), ("publication", 1.0)), 1, 0.5)},
-        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s, and the rest would allow one 50.0 %"
-        " shorter. Largest part: training, 50.0 s; then the longest episodes, 49.0 s; publication of weights, 1.00 s."
+        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s; without this bottleneck, a step "
+        "could be 50.0 %"
+        " shorter. Its parts: training 50.0 s; the longest episodes 49.0 s; publication of weights 1.00 s."
         " No plan is shorter by more than 0.01 %.",
     ),
     (
         {"bound": Bound("latency", (("publication", 70.0), ("rollout", 30.0), ("training", 0.0)), 3, 0.0)},
-        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s. Largest part: publication of weights,"
-        " 1 min 10 s; then generation, 30.0 s (each divided by 3: with staleness 2, 3 batches are under way). No plan"
-        " is shorter by more than 0.01 %.",
+        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s. Its parts, each divided by the 3"
+        " batches under way (staleness 2): publication of weights 1 min 10 s; generation 30.0 s. No plan is shorter by"
+        " more than 0.01 %.",
     ),
     (
         {"bound": Bound("training", (("training", 100.0),), 2, 0.5), "proof": Proof("feasible", 97.0, 0.03)},
-        "Training-bound: a step is as long as training, 1 min 40 s, and the rest would allow one 50.0 % shorter."
+        "Training-bound: a step is as long as training, 1 min 40 s; without this bottleneck, a step could be 50.0 "
+        "% shorter."
         " The search ended early: a plan may be up to 3.0 % shorter.",
     ),
 ]
@@ -57,7 +60,7 @@ def test_steps_that_alternate_are_said_to() -> None:
     predicted = EXPLANATION.plan.predicted
     assert alternation(predicted) == ""
     assert alternation(replace(predicted, step_range=(80.0, 120.0))) == (
-        "1 min 40 s is the mean of steps that alternate: batches wait for the longest episodes of those before them, so"
+        "1 min 40 s is the mean of alternating steps: a batch waits for the longest episodes of the previous batch, so"
         " steps may take from 1 min 20 s to 2 min 00 s; a limit on the seconds of an episode, or more staleness,"
         " shortens them"
     )
@@ -66,9 +69,9 @@ def test_steps_that_alternate_are_said_to() -> None:
 @pytest.mark.parametrize(
     ("best", "wanted"),
     [
-        (90.0, "A router that knew all lengths beforehand would save 10.0 s a step (10.0 %)."),
-        (102.0, "A router that knew all lengths beforehand would cost 2.00 s a step (2.0 %)."),
-        (99.95, "A router that knew all lengths beforehand would not change the step."),
+        (90.0, "A router that knew all lengths in advance would save 10.0 s a step (10.0 %)."),
+        (102.0, "A router that knew all lengths in advance would cost 2.00 s a step (2.0 %)."),
+        (99.95, "A router that knew all lengths in advance would not change the step."),
     ],
 )
 def test_routing_is_said_to_save_to_cost_or_to_change_nothing(best: float, wanted: str) -> None:

@@ -20,7 +20,7 @@ def test_engines_on_several_nodes_are_told_with_what_is_not_measured(memory: flo
     gpu = replace(H100, memory=memory, visible=None)
     cluster = Cluster((NodeClass("small", 64, 2, gpu, H100.link, 100e9),))
     sentences = headline(Planner(cluster, QWEN_14B, RECIPE).plan(CLASSES))
-    told = "An engine of small/tp8 is on 4 nodes: its all-reduces cross the network. Such runs were not measured."
+    told = "An engine of small/tp8 is on 4 nodes: its all-reduces cross the network. No such engine has been measured."
     assert (told in sentences) == spans == any("all-reduces cross" in each for each in sentences)
 
 

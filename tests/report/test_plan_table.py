@@ -169,7 +169,7 @@ PAUSES = evidence(0, 0.1, 25_000.0)
 
 ALTERNATING_PLAN = replace(CLUSTER_PLAN, predicted=replace(PLAN.predicted, step_range=(3.0, 21.0)))
 ALTERNATE = (
-    "12.0 s is the mean of steps that alternate: batches wait for the longest episodes of those before them, so steps"
+    "12.0 s is the mean of alternating steps: a batch waits for the longest episodes of the previous batch, so steps"
     " may take from 3.00 s to 21.0 s; a limit on the seconds of an episode, or more staleness, shortens them"
 )
 
@@ -183,7 +183,7 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
         PAUSES,
         (
             "the longest tool call of the log took 6 h 57 min, and waiting for the longest episodes is the largest part"
-            " of a step: where calls waited for people, cut them with --longest-tool-call SECONDS",
+            " of a step: if calls waited for people, shorten them with --longest-tool-call SECONDS",
             ALTERNATE,
         ),
     ),
@@ -205,8 +205,7 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
         evidence(3, None),
         (
             "3 trajectories of 4 in the log left out: unfinished, so the tail may be longer",
-            "tool seconds unknown for 100.0 % of the tool calls: planned as 0 s, so the longest episodes may take"
-            " longer",
+            "tool seconds unknown for 100.0 % of the tool calls: 0 s assumed, so the longest episodes may take longer",
         ),
     ),
     (
@@ -214,9 +213,8 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
         ALTERNATING_PLAN,
         evidence(3, None, 0.1),  # the first one weighs a little less
         (
-            "3 trajectories of 5 in the log unfinished: counted as at least as long as they are",
-            "tool seconds unknown for 49.9 % of the tool calls: planned as 1 s, so the longest episodes may take"
-            " longer",
+            "3 trajectories of 5 in the log unfinished: their present lengths count as lower bounds",
+            "tool seconds unknown for 49.9 % of the tool calls: 1 s assumed, so the longest episodes may take longer",
             ALTERNATE,
         ),
     ),

@@ -52,7 +52,7 @@ def test_a_page_says_what_the_run_came_to(run: MadeRun, source: str) -> None:
         "2 taken, 1 not",
         "the predicted bottleneck was training ",
         "net gain, estimated: +13.6 s (± 14.9 s); 1 not known",  # 0.5 s over 50 steps, less 11.4 s
-        "the 1 that could be judged saved an estimated 13.6 s (± 14.9 s), net of the switch.",
+        "the 1 with a known gain saved an estimated 13.6 s (± 14.9 s), net of the switch.",
         "Seconds of a step 2.64 s → 2.83 s measured",
         "Largest log-prob gap 0.0013 maximum over tokens",
         "w3 was lost after 3 min 42 s: engine process ended with signal 9",
@@ -152,8 +152,8 @@ def test_a_run_that_stopped_early_is_called_so(made_run: MadeRun) -> None:
     summary = replace(make_summary(made_run.steps), finished=False, lost_workers=("w3", "w9"), logprob_gap=None)
     (made_run.directory / "summary.json").write_text(summary.to_json())
     said = Page(render_report(made_run.directory)).text
-    assert "The run ended early" in said
-    assert "w9 was lost; when and why was not recorded." in said
+    assert "The run ended before its last step" in said
+    assert "w9 was lost; time and reason were not recorded." in said
     assert "Largest log-prob gap never compared" in said
 
 
@@ -202,10 +202,10 @@ def test_what_is_missing_is_said_in_words(made_run: MadeRun) -> None:
     said = Page(source).text
     assert "<svg" not in source
     for words in (
-        "No step was finished, so there is nothing to judge yet.",
+        "No step was finished, so there is no result yet.",
         "before its first step ended",
         "No step was finished, so there is nothing to show.",
-        "No decision was taken because none came up",
+        "No decision was taken, since the run recorded no planning result",
         "No event was recorded.",
     ):
         assert words in said, words

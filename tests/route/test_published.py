@@ -62,7 +62,7 @@ FIRST_TURNS = [
         "no room for the turn",
         EVERY,
         91,
-        Placement("d1", 1, False, "starts in the shortest bucket; context 91 outgrew bucket 0"),
+        Placement("d1", 1, False, "starts in the shortest bucket; context 91 exceeds bucket 0"),
     ),
     FirstTurn(
         "empty buckets are skipped",
@@ -167,13 +167,13 @@ AFTER_RETURNS = [
     AfterReturn(
         "context outgrew the own bucket",
         done(5),
-        Placement("d1", 1, True, "mean 5 and P90 5 remaining both fit bucket 0; context 97 outgrew bucket 0"),
+        Placement("d1", 1, True, "mean 5 and P90 5 remaining both fit bucket 0; context 97 exceeds bucket 0"),
         context=97,
     ),
     AfterReturn(
         "a long context stays where it is though little remains",
         done(5),
-        Placement("c1", 1, False, "mean 5 and P90 5 remaining both fit bucket 0; context 97 outgrew bucket 0"),
+        Placement("c1", 1, False, "mean 5 and P90 5 remaining both fit bucket 0; context 97 exceeds bucket 0"),
         first=C1,
         context=97,
     ),

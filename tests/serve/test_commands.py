@@ -213,7 +213,7 @@ def test_a_port_that_is_taken_is_named(command: str, file: str) -> None:
 def test_a_page_needs_a_port_of_its_own() -> None:
     result = CliRunner().invoke(app, ["route", str(EXAMPLES / "gateway.yaml"), "--page", "9000"])
     assert result.exit_code == 2
-    assert result.stderr == "libra: --page and --port are both 9000; give the page a port of its own, or 0 for any\n"
+    assert result.stderr == "libra: --page and --port are both 9000; give --page another port, or 0 for any\n"
 
 
 TRAJECTORIES, TURNS, TOKENS = 24, 3, 400

@@ -101,7 +101,7 @@ async def _served(run: Path, *options: str, password: str | None = None) -> None
 def test_a_token_without_a_page_is_refused(run: Path) -> None:
     command = [sys.executable, "-m", "libra.cli.app", "report", str(run), "--token-file", "token"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--token-file guards the page" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--token-file protects the page" in done.stderr
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -526,7 +526,7 @@ def test_ranks_beyond_a_node_talk_over_its_network(tmp_path: Path) -> None:
         ({"gpu": {**OWN, "link": "1 GB/s"}}, "engines.0.gpu: intra_bandwidth is 1 GB/s (8 Gb/s); the link of a GPU"),
         ({"node": {"gpus": 4}}, "engines.0.node.inter_bandwidth: this key is required"),
         ({"node": {**NODE, "gpus": 0}}, "engines.0.node.gpus: Input should be greater than or equal to 1"),
-        ({"node": {**NODE, "gpus": 2000}}, "engines.0.node.gpus is 2,000; no class of nodes has more than 1,024"),
+        ({"node": {**NODE, "gpus": 2000}}, "engines.0.node.gpus is 2,000; at most 1,024 are allowed"),
         ({"node": {**NODE, "inter_bandwidth": 5e10}}, "engines.0.node.inter_bandwidth is 50000000000.0 without a unit"),
         ({"node": {**NODE, "intra_bandwidth": "900 GB/s"}}, "engines.0.node.intra_bandwidth is 900 GB/s"),
         (

@@ -1,7 +1,7 @@
 """The `libra` command and its verbs.
 
-Modules of this folder parse, call and print; they decide nothing. Exit status: 0 done, 1 the run failed, 2 bad input, 3
-no plan exists, 130 interrupted.
+Modules of this package only parse arguments, call the library and print. Exit status: 0 done, 1 the run failed, 2 bad
+input, 3 no plan exists, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _Commands(TyperGroup):
-    """Ends a command with one line where it is interrupted, or its arguments are wrong; Typer has none and five."""
+    """Ends an interrupted command, or one with wrong arguments, with a single line; Typer prints none or five."""
 
     def main(self, *args: Any, **keywords: Any) -> Any:
         alone = keywords.get("standalone_mode", True)
@@ -61,8 +61,8 @@ class _Commands(TyperGroup):
 
 
 def _tell_usage(error: Any) -> int:
-    """The exit status."""
-    if type(error).__name__ != "NoArgsIsHelpError":  # it has shown its help
+    """Print the error of wrong arguments in one line; returns the exit status."""
+    if type(error).__name__ != "NoArgsIsHelpError":  # the command has shown its help
         text = " ".join(error.format_message().split()).rstrip(".")
         where = "libra" if error.ctx is None else error.ctx.command_path
         typer.echo(f"libra: {printable(text[0].lower() + text[1:])}; see {where} --help", err=True)
@@ -110,9 +110,9 @@ def libra(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Libra decides which GPUs train, which generate, and where every request goes.
+    """Libra decides which GPUs train, which generate, and which engine gets each request.
 
-    `libra examples` writes files to begin with; the help of each command says what it reads.
+    `libra examples` writes example files. The help of each command describes its inputs.
     """
 
 

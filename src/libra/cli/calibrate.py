@@ -18,7 +18,7 @@ from libra.cli.output import check_writable
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the calibration as JSON to this file.")],
     device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu (default: cuda where there is one).")
+        str | None, typer.Option("--device", help="cuda or cpu (default: cuda if there is a GPU).")
     ] = None,
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="Known GPU to compare the result with: A100, H100, H200, ...")
@@ -27,7 +27,7 @@ def calibrate(
 ) -> None:
     """Measure this device with PyTorch: matrix products, attention, a training step; for `libra plan --profile FILE`.
 
-    Takes less than a minute. Medians and spread are of repeated runs after a warm-up.
+    Takes less than a minute. Shows median and spread of repeated runs after a warm-up.
 
     Exit status: 0 done, 2 bad input.
     """
@@ -47,7 +47,8 @@ def calibrate(
         check_writable(output)
         if find_spec("torch") is None:
             raise ConfigError(
-                f"PyTorch is not installed: {install_command('gpu')}, or the same with cpu where there is no GPU"
+                f"PyTorch is not installed: {install_command('gpu')}, or with cpu instead of gpu on a machine "
+                f"without a GPU"
             )
         from libra.backends.calibration import calibrate_device
 

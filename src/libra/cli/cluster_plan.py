@@ -36,8 +36,9 @@ from libra.trajectory import Trajectory, read_trajectories, read_workload
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """Files and options of `libra plan --model`, other than the cluster. `simulated` are seconds, processes and seed of
-    the comparison by simulation; None: none is made."""
+    """Files and options of `libra plan --model`, other than the cluster. `simulated` has seconds, processes and seed of
+    the comparison by simulation; None: no comparison.
+    """
 
     log: Path
     model: str
@@ -57,7 +58,11 @@ def plan_cluster(where: Path, what_if: list[str], inputs: PlanInputs, notes: lis
     cluster, shape = load_cluster(where), load_model(inputs.model, notes.append)
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
     lenders: tuple[LendingPool, ...] = tuple(it for read in offered("lenders") for it in read(where, cluster))
-    notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
+    notes += [
+        f"{pool.name} serves users and lends no GPUs, since it has no key `lends`"
+        for pool in cluster.serving
+        if not pool.lends
+    ]
     cluster, recipe = assume(cluster, recipe, what_if)
     recipe, policy, evidence = _gathered(inputs, shape, recipe, notes)
     profiles = engine_profiles(cluster, shape, recipe, inputs.profile, notes.append, inputs.host)
@@ -83,7 +88,7 @@ def compare_clusters(
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
     changed, recipe = assume(clusters[0], recipe, what_if)
     if changed != clusters[0]:
-        raise ValueError("--what-if changes nodes or GPUs, which --compare offers: name them there")
+        raise ValueError("--what-if cannot change nodes or GPUs with --compare: name them in --compare")
     recipe, _, evidence = _gathered(inputs, shape, recipe, notes)
     told = set[str]()
 
@@ -103,7 +108,7 @@ def compare_clusters(
         def rehearsed(cluster: Cluster) -> Plan:
             assert inputs.simulated is not None
             request = planner(cluster).request(evidence.tracker)
-            fresh = load_policy(recipe.router)  # one that has learned nothing yet
+            fresh = load_policy(recipe.router)  # an untrained policy
             return _simulated(request, evidence, fresh, inputs.solver, inputs.simulated, shown)
 
         def planned(cluster: Cluster) -> Plan:
@@ -115,7 +120,7 @@ def compare_clusters(
 def _gathered(
     inputs: PlanInputs, shape: ModelSpec, recipe: Recipe, notes: list[str]
 ) -> tuple[Recipe, Policy, LogEvidence]:
-    """The recipe for the given router, the router's policy, and the statistics of the log."""
+    """The recipe with the chosen router, the router's policy, and the statistics of the log."""
     stored = rollout_quantization(recipe).note(shape)
     notes += [it for it in (stored, unmeasured(shape)) if it is not None]
     recipe, policy = _routed(recipe, inputs.router, notes)
@@ -169,9 +174,11 @@ def _routed(recipe: Recipe, router: str | None, notes: list[str]) -> tuple[Recip
 
 
 def _recipe(request: Path | None, max_context: int, framework: str | None, notes: list[str]) -> Recipe:
-    framework_named(framework)  # an unknown name is refused as the option's, not as a key of the file
+    framework_named(framework)  # the error for an unknown name must name the option, not a key of the file
     changes = {} if framework is None else {"framework": framework}
     if request is not None:
         return load_recipe(request, changes)
-    notes.append(f"no --request: 512 trajectories a step, 16 a prompt, up to {max_context:,} tokens, asynchronous")
+    notes.append(
+        f"no --request: assumed 512 trajectories per step, 16 per prompt, up to {max_context:,} tokens, asynchronous"
+    )
     return Recipe(batch=512, samples_per_prompt=16, max_length=max_context, framework=framework)

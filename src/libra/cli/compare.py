@@ -1,4 +1,4 @@
-"""`libra compare`: routing policies on the same work."""
+"""`libra compare`: compares routing policies on the same work."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ def compare(
         ),
     ],
     trajectories: Annotated[
-        Path, typer.Option("--trajectories", "--workload", "-t", help="Log from which trajectories are drawn.")
+        Path, typer.Option("--trajectories", "--workload", "-t", help="Log of trajectories to draw from.")
     ],
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Draws; each policy runs on all of them.")] = 5,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of draws; each policy runs on all draws.")] = 5,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Optimiser steps of a whole run that count (default: 4).")
+        int | None, typer.Option("--steps", min=1, help="Optimiser steps to measure in a whole run (default: 4).")
     ] = None,
     learn_from: Annotated[
         Path | None,
-        typer.Option("--learn-from", help="Log that policies learn from first (default: --trajectories)."),
+        typer.Option("--learn-from", help="Log from which policies learn before the runs (default: --trajectories)."),
     ] = None,
-    cold: Annotated[bool, typer.Option("--cold", help="Begin runs with untrained policies.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Start with untrained policies.")] = False,
     concurrency: Annotated[
-        int | None, typer.Option("--concurrency", min=1, help="Most trajectories in flight on engines of a file.")
+        int | None, typer.Option("--concurrency", min=1, help="Limit on trajectories in flight, for a file of engines.")
     ] = None,
     truncate_context: TruncateContext = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Processes that simulate (default: one for each core).")
+        int | None, typer.Option("--jobs", min=1, help="Number of simulation processes (default: one per core).")
     ] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", help="Write each run as a line of CSV to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write one line of CSV per run to this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the comparison as an HTML page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON on standard output.")] = False,
 ) -> None:
-    """Compare routing policies in simulation: the same draws for all, differences with their 95 % intervals.
+    """Compare routing policies in simulation: equal draws for all policies, differences with 95 % intervals.
 
-    On a plan, whole runs give the seconds of a step; on engines, rollouts of the log give makespan and the mean time of
-    a trajectory. The others are compared with the first policy. The same inputs give the same bytes.
+    On a plan, whole runs are simulated, and the result is seconds per step. On a file of engines, rollouts of the log
+    are simulated, and the results are makespan and mean time per trajectory. All policies are compared with the first.
+    The same inputs give the same output.
 
     Exit status: 0 done, 2 bad input, 130 interrupted.
     """
-    # Imported here: `--help` must not wait for what simulating needs.
+    # Imported here, so that `--help` need not load the simulator.
     from libra.choose.study import compare_policies
     from libra.report.live import SimulationProgress
     from libra.report.study_table import as_csv, document, study_sentences, study_table
@@ -114,15 +115,15 @@ def _subject(
         raise ValueError(f"{on}: give a plan.json of `libra plan`, or a YAML file such as examples/engines.yaml")
     if on.suffix == ".json":
         if concurrency is not None:
-            raise ValueError("--concurrency is for engines of a file: a plan's staleness says how many are in flight")
+            raise ValueError(
+                "--concurrency is for a file of engines: with a plan, its staleness limits the trajectories in flight"
+            )
         plan = parse_plan(read_input(on), where=str(on))
         require_answer(plan, plan.of_cluster.menu().problem)
         longest = plan.of_cluster.longest_context
     else:
         if steps is not None:
-            raise ValueError(
-                "--steps is for whole runs of a plan: engines of a file run as many trajectories as the log has"
-            )
+            raise ValueError("--steps is for a plan: a file of engines runs as many trajectories as the log has")
         deployment = load_engines(on, tell_note)
         longest = deployment.longest_context
     log = tuple(it for it in read_workload(trajectories, longest, truncate, tell_note) if it.finished)
@@ -130,7 +131,9 @@ def _subject(
         raise ValueError(f"{trajectories}: no trajectory is finished; give a log with at least one")
     learned = () if cold else log if learn_from is None else tuple(read_trajectories(learn_from, told_before))
     if learn_from is not None and not any(it.finished for it in learned):
-        raise ValueError(f"{learn_from}: no trajectory is finished, so a policy learns nothing from it; or give --cold")
+        raise ValueError(
+            f"{learn_from}: no trajectory is finished, so policies cannot learn: give another log, or --cold"
+        )
     if on.suffix == ".json":
         return WholeRuns(plan, log, learned, 4 if steps is None else steps)
     return Rollouts(deployment, log, learned, concurrency)

@@ -1,4 +1,4 @@
-"""`libra emulate`. Engines that cannot be emulated are refused before a port is taken."""
+"""`libra emulate`. Engines that cannot be emulated are refused before a port is opened."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def emulate(
     engines: Annotated[
         Path, typer.Argument(metavar="ENGINES", help="YAML file with the engines, as for `libra simulate`.")
     ],
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. Any but 127.0.0.1 needs --token-file.")] = (
-        "127.0.0.1"
-    ),
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any address except 127.0.0.1 needs --token-file.")
+    ] = ("127.0.0.1"),
     token_file: TokenFile = None,
-    speed: Annotated[float, typer.Option(help="Simulated seconds per second.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Simulated seconds per real second.")] = 1.0,
     default_tokens: Annotated[
-        int, typer.Option(help="Tokens generated for a request without max_tokens; its finish reason is `stop`.")
+        int, typer.Option(help="Tokens to generate for a request without max_tokens; its finish reason is `stop`.")
     ] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the generated tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print addresses as one line of JSON.")] = False,
 ) -> None:
     """Emulate OpenAI-compatible vLLM servers with the simulator's timing, without GPUs and without a model.
 
-    For clients, routers and load tests. Each engine of the file has a base URL, /engines/NAME/v1; a single one has /v1,
-    too. Requests queue, are batched, preempted and hit the prefix cache as in vLLM; max_tokens random tokens are
-    generated. Also: /engines, /metrics (Prometheus, vLLM's names), /health.
+    For tests of clients, routers and load. Each engine of the file has a base URL, /engines/NAME/v1; a single engine
+    also has /v1. As in vLLM, requests queue, are batched and preempted, and hit the prefix cache. The answer to a
+    request is max_tokens random tokens. Also: /engines, /metrics (Prometheus, vLLM's names), /health.
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
-    from libra.sim.engine.config import COLOCATED  # imported here: `--help` must not wait for what simulating needs
+    from libra.sim.engine.config import COLOCATED  # imported here, so that `--help` need not load the simulator
     from libra.sim.engines_file import load_engines
 
     notes: list[str] = []
@@ -53,12 +53,14 @@ def emulate(
         _check(port, speed, default_tokens, seed)
         specs = load_engines(engines, notes.append).engines
         if any(spec.group is not None for spec in specs):
-            raise ValueError(f"{engines}: ranks with data_parallel_size wait for each other, and are not emulated")
+            raise ValueError(
+                f"{engines}: data_parallel_size is not emulated, since its ranks wait for each other: leave it out"
+            )
         apart = next((spec for spec in specs if spec.role != COLOCATED), None)
         if apart is not None:
             raise ValueError(
-                f"{engines}: the role of {apart.name} is {apart.role.name}; KV goes from engine to engine only where it"
-                " is simulated: leave the role out"
+                f"{engines}: the role of {apart.name} is {apart.role.name}, but KV transfers between engines are "
+                f"not emulated: leave the role out"
             )
         tell_notes(notes, err=True)
         require("http")

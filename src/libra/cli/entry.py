@@ -1,6 +1,6 @@
-"""Start of the `libra` command: an interruption ends it in one line, also while its libraries are loaded.
+"""Entry point of the `libra` command. An interruption ends it with one line, also while it loads libraries.
 
-Invariant: Ctrl-C and SIGTERM are the same. A command with more to say about its interruption says it itself.
+Invariant: Ctrl-C and SIGTERM have the same effect. A command may print its own message about its interruption.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-_INTERRUPTED = 130  # exit status, as of a shell
+_INTERRUPTED = 130  # exit status, as in a shell
 
 
 def main() -> None:

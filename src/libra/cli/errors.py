@@ -1,6 +1,6 @@
 """Errors that end a command.
 
-Invariant: one line on standard error, and an exit status: 2 for bad input, 3 where no answer exists.
+Invariant: a command prints one line on standard error, and exits with status 2 for bad input, or 3 if no answer exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bad_input(error: Exception) -> NoReturn:
 
 
 def of_option(error: Exception, options: Iterable[str]) -> Exception:
-    """The error, with the name of the parameter at its start replaced by that of its option."""
+    """The error with its first word, a parameter's name, replaced by the name of the option."""
     for option in options:
         parameter = "start_seconds" if option == "--start" else option.removeprefix("--").replace("-", "_")
         if str(error).startswith(f"{parameter} is "):
@@ -37,6 +37,6 @@ def infeasible(error: Exception, what: str = "no plan exists") -> NoReturn:
 
 
 def require(extra: str) -> None:
-    """End the command if a library of this extra is not installed; called before any work is done."""
+    """End the command if a library of this extra is not installed; call this before any work."""
     if (library := missing_library(extra)) is not None:
         bad_input(ValueError(f"{library} is not installed: {install_command(extra)}"))

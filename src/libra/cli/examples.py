@@ -13,13 +13,13 @@ from libra.cli.errors import bad_input
 
 
 def examples(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; it is made.")] = Path(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to create and write to.")] = Path(
         "examples"
     ),
 ) -> None:
     """Write the examples of the documentation: clusters, requests, logs, engine files, runs and scripts.
 
-    No file is overwritten. Exit status: 0 done, 2 bad input.
+    Existing files are never overwritten. Exit status: 0 done, 2 bad input.
     """
     try:
         shipped = sorted(it for it in _shipped().iterdir() if it.is_file())
@@ -35,7 +35,7 @@ def examples(
 
 
 def _shipped() -> Path:
-    """Inside the installed package, or next to `src` in a checkout."""
+    """Directory of the examples: in the installed package, or next to `src` in a checkout."""
     package = Path(libra.__file__).parent
     inside = package / "examples"
     return inside if inside.is_dir() else package.parents[1] / "examples"

@@ -25,12 +25,17 @@ def explain(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="Explain a changed plan: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
+            help="Explain the plan after a change: gpus=64, NODES=12 (nodes of a class), or a key of the request, "
+            "such as batch=1024.",
         ),
     ] = None,
     own_split: Annotated[
         str | None,
-        typer.Option("--against", metavar="SPLIT", help="Your own split of the GPUs, such as train=64,generate=192."),
+        typer.Option(
+            "--against",
+            metavar="SPLIT",
+            help="Compare the plan with your own split of the GPUs, such as train=64,generate=192.",
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the explanation as an HTML page to this file.")
@@ -39,7 +44,7 @@ def explain(
 ) -> None:
     """Explain a plan: its bottleneck, the next best plans, binding constraints, and the gain of one more node.
 
-    Everything is solved again from the request that the plan embeds; nothing else is read.
+    The solver runs again on the request that the plan embeds. No other file is read.
 
     Exit status: 0 done, 2 bad input, 3 no plan exists under --what-if or --against.
     """
@@ -113,5 +118,7 @@ def _assumed(plan: Plan, what_if: list[str]) -> Plan:
     try:
         request = plan.of_cluster
     except ValueError:
-        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine") from None
+        raise ConfigError(
+            "--what-if changes a cluster, but this plan is for a run on one machine: change the run's configuration"
+        ) from None
     return assume_otherwise(plan, *assume(request.cluster, request.recipe, what_if))

@@ -31,21 +31,23 @@ def export(
     launch: Annotated[
         str | None,
         typer.Option(
-            "--launch", metavar="HOW", help="With --for vllm: slurm or k8s, which start the engines and libra route."
+            "--launch",
+            metavar="HOW",
+            help="With --for vllm: write files for slurm or k8s that start the engines and libra route.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file; - is standard output.")
+        Path | None, typer.Option("--output", "-o", help="Write to this file; - for standard output.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print framework, format, GPUs and text as JSON on standard output.")
     ] = False,
 ) -> None:
-    """Write a plan as arguments, overrides or a file of the framework that will carry it out.
+    """Write a plan as the arguments, overrides or configuration file of a training framework.
 
-    Plan for it with `libra plan --for NAME`, so that the framework can express the plan. Hosts are placeholders;
-    models, data, rewards and optimisers stay yours. With --for vllm each engine is a line of `vllm serve`; with
-    --launch all of them are a batch script of Slurm, or objects of Kubernetes.
+    Make the plan with `libra plan --for NAME`, so that the framework can carry it out. Hosts are placeholders. You add
+    model, data, reward and optimiser. With --for vllm, the output is a `vllm serve` command per engine; with --launch,
+    a Slurm batch script or Kubernetes objects for all engines.
 
     Exit status: 0 done, 2 bad input, or a plan that the framework cannot express (the message names the part).
     """
@@ -63,11 +65,11 @@ def export(
         framework_named(framework)
         check_writable(output, reads=(plan,))
         if launch is not None and framework != "vllm":
-            raise ValueError(f"--launch is for engines alone, so for --for vllm; {framework} starts its own")
+            raise ValueError(f"--launch is for --for vllm only, since {framework} starts its own engines")
         answer: dict[str, object] = {"framework": framework}
         if plan.suffix in _ENGINES:
             if framework != "vllm":
-                raise ConfigError(f"{plan}: a file of engines is for --for vllm only; give a plan.json of libra plan")
+                raise ConfigError(f"{plan}: a file of engines needs --for vllm; give a plan.json of libra plan")
             comment, lines, router = file_lines(plan)
             if launch is None:
                 answer |= {"format": "sh", "text": comment + script(lines)}

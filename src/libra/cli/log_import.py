@@ -24,25 +24,33 @@ def import_log(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Write trajectories as JSON lines to this file.")],
     log_format: Annotated[
         str | None,
-        typer.Option("--from", metavar="FORMAT", help="A format of `libra trace formats`; default: by its shape."),
+        typer.Option(
+            "--from", metavar="FORMAT", help="A format of `libra trace formats` (default: recognised by its shape)."
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", metavar="DIR", help="Folder whose tokenizer.json counts texts without tokens."),
+        typer.Option(
+            "--tokenizer", metavar="DIR", help="Folder with the tokenizer.json for texts without token counts."
+        ),
     ] = None,
     characters_per_token: Annotated[
-        float | None, typer.Option("--characters-per-token", help="Counts such texts without a tokenizer; default 4.")
+        float | None,
+        typer.Option(
+            "--characters-per-token",
+            help="Estimate for texts without token counts, if there is no tokenizer (default: 4).",
+        ),
     ] = None,
     unknown_tool_seconds: Annotated[
         float | None,
-        typer.Option("--unknown-tool-seconds", min=0, help="Seconds of tool calls for which the log has none."),
+        typer.Option("--unknown-tool-seconds", min=0, help="Seconds of tool calls whose duration the log lacks."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON on standard output.")] = False,
 ) -> None:
-    """Write a log of another framework as trajectories, one JSON line each.
+    """Convert a log of another framework to trajectories, one JSON line each.
 
-    Every command that takes trajectories reads such logs, too; here the model's tokenizer can count the tokens of
-    texts. Notes name the fields that the log lacks.
+    Every command that takes trajectories can read such logs directly. This command can also count the tokens of texts
+    with the model's tokenizer. Notes name the fields that the log lacks.
 
     Exit status: 0 done, 2 the log cannot be read (the message names file, line and field).
     """
@@ -121,7 +129,7 @@ def _counter(tokenizer: Path | None, characters_per_token: float | None) -> Toke
 
 
 def _assumed(trajectories: Iterable[Trajectory], seconds: float, summary: Summary) -> Iterator[Trajectory]:
-    """The trajectories, with `seconds` for each tool call that has none."""
+    """The trajectories, with `seconds` for each tool call without a duration."""
     for trajectory in trajectories:
         summary.assumed_seconds += sum(map(_seconds_unknown, trajectory.turns))
         turns = (replace(it, tool_seconds=seconds) if _seconds_unknown(it) else it for it in trajectory.turns)
@@ -129,7 +137,7 @@ def _assumed(trajectories: Iterable[Trajectory], seconds: float, summary: Summar
 
 
 def _write(out: Path, trajectories: Iterable[Trajectory], summary: Summary) -> None:
-    """Write all trajectories, or nothing if the log is refused."""
+    """Write all trajectories; write no file if the log is refused."""
     part = out.with_name(f"{out.name}.part") if out.is_file() or not out.exists() else out
     try:
         with writing(out):

@@ -1,4 +1,4 @@
-"""`libra plan --compare`: offered clusters, compared for a training."""
+"""`libra plan --compare`: compares offered clusters for a training."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Buying:
     confirm: bool
 
     def require_whole(self, model: str | None) -> None:
-        """Raise ValueError if options are given without the options that they need."""
+        """Raise ValueError if an option lacks another option that it needs."""
         if self.offers is not None:
             if model is None:
                 raise ValueError("--model is missing: --compare plans clusters of GPUs for a model")
             if self.steps is None:
-                raise ValueError("--steps is missing: give the optimiser steps of the training, as --steps 1000")
+                raise ValueError("--steps is missing: give the optimiser steps of the training, such as --steps 1000")
             if self.confirm:
-                raise ValueError("--confirm is for one plan, and --compare makes several; leave one out")
+                raise ValueError("--confirm checks one plan, but --compare makes several: leave one out")
             if self.html is not None:
                 require("report")
             return
         for option, given in (("--cost", self.cost), ("--deadline", self.deadline), ("--html", self.html)):
             if given is not None:
-                raise ValueError(f"{option} is for --compare; give it clusters, as in --compare h100:8..64")
+                raise ValueError(f"{option} needs --compare: name clusters, as in --compare h100:8..64")
         if self.steps is not None and model is None:
-            raise ValueError("--steps is for a cluster of GPUs; a run's configuration has its steps")
+            raise ValueError("--steps is for a cluster of GPUs: the configuration of a run sets its own steps")
 
     def costs(self) -> dict[str, float]:
         """Dollars for an hour of one GPU, by name."""
@@ -61,7 +61,7 @@ class Buying:
             except ValueError:
                 dollars = 0.0
             if not name or not 0 < dollars < inf:
-                raise ValueError(f"--cost {part.strip()}: give NAME=DOLLARS for an hour of one GPU, above 0")
+                raise ValueError(f"--cost {part.strip()}: give NAME=DOLLARS, the cost of one GPU per hour, above 0")
             if name.casefold() in map(str.casefold, found):
                 raise ValueError(f"--cost {part.strip()}: {name} has a cost already; give each name once")
             found[name] = dollars
@@ -107,7 +107,7 @@ def show_offers(where: Path | None, what_if: list[str], inputs: PlanInputs, buyi
 
 
 def document(found: Comparison) -> dict[str, Any]:
-    """The comparison for programs: seconds, dollars, and null for what is unknown."""
+    """The comparison for programs: seconds and dollars; null for unknown values."""
     job, front = found.job, found.front
     cheapest, fastest = found.cheapest, found.fastest
     return {

@@ -1,4 +1,4 @@
-"""Options that several commands have, in the same words."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 TruncateContext = Annotated[
     bool, typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them.")
 ]
-Exact = Annotated[bool, typer.Option("--exact", help="Simulate every iteration one by one: the same times, slower.")]
+Exact = Annotated[bool, typer.Option("--exact", help="Simulate every iteration separately: same results, but slower.")]
 ResultFile = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")]
 ResultPage = Annotated[Path | None, typer.Option("--report", help="Write the result as an HTML page to this file.")]
 TraceFile = Annotated[Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")]
@@ -21,5 +21,5 @@ TokenFile = Annotated[
 
 
 def page_option(served: str) -> Any:
-    """`--page`, the port of a page in a browser; `served` says of which."""
+    """Option `--page`, the port of a page for a browser; `served` describes the page."""
     return typer.Option("--page", metavar="PORT", min=0, max=65535, help=f"Serve {served}; 0: any free port.")

@@ -1,7 +1,7 @@
 """Output of commands: the files that options name, and notes.
 
-Invariant: an output that cannot be written, or would overwrite an input or another output, is refused in one line that
-names the file, before the work if possible.
+Invariant: an output file that cannot be written, or would overwrite an input or another output, is refused in one line
+that names the file; if possible, before the work begins.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ import typer
 from libra.report.words import printable
 
 STDOUT = Path("-")
-_SIGN_OF_LIFE = 50_000  # trajectories, some seconds of reading
+_SIGN_OF_LIFE = 50_000  # trajectories, which take some seconds to read
 
 T = TypeVar("T")
 
 
 def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> None:
-    """Raise ValueError if an output cannot be written or made, is the same file as one of `reads` or another output, or
-    is `-` (standard output). Commands that can write to standard output handle `-` themselves."""
-    taken = {os.path.realpath(path): f"{path}, which is read" for path in reads if path is not None and path.is_file()}
+    """Raise ValueError if an output cannot be written, is one of `reads` or another output, or is `-` (standard
+    output). Commands that can write to standard output handle `-` themselves.
+    """
+    taken = {
+        os.path.realpath(path): f"{path}, which is an input" for path in reads if path is not None and path.is_file()
+    }
     for path in outputs:
         if path is None:
             continue
@@ -41,11 +44,11 @@ def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> 
         if real in taken:
             raise ValueError(f"{path}: the same file as {taken[real]}; give another file to write to")
         if path.is_file() or not path.exists():  # /dev/null takes any number of outputs
-            taken[real] = f"{path}, which is written besides"
+            taken[real] = f"{path}, which is another output"
 
 
 def _try(path: Path) -> None:
-    """Raise ValueError if `path` cannot be written. Leaves the file as it is."""
+    """Raise ValueError if `path` cannot be written. The file stays unchanged."""
     with writing(path):
         if os.path.lexists(path):
             if not os.access(path, os.W_OK) and path.exists():
@@ -56,7 +59,7 @@ def _try(path: Path) -> None:
 
 
 def reading(path: Path, items: Iterable[T], noun: str) -> Iterator[T]:
-    """Yield the items; every `_SIGN_OF_LIFE` items, print on standard error how many were read."""
+    """Yield the items; every `_SIGN_OF_LIFE` items, print the number read so far on standard error."""
     for number, item in enumerate(items, start=1):
         yield item
         if number % _SIGN_OF_LIFE == 0:
@@ -64,18 +67,18 @@ def reading(path: Path, items: Iterable[T], noun: str) -> Iterator[T]:
 
 
 def tell_notes(notes: Iterable[str], *, err: bool) -> None:
-    """Print a line for each note. `err`: on standard error, where standard output holds only the answer."""
+    """Print a line for each note. `err`: on standard error, so that standard output has only the answer."""
     for note in notes:
         typer.echo(f"note: {printable(note)}", err=err)
 
 
 def tell_note(note: str) -> None:
-    """One line on standard error, at once."""
+    """Print one line on standard error at once."""
     tell_notes([note], err=True)
 
 
 def told_before(note: str) -> None:
-    """Takes the notes of a log that is read a second time, and drops them."""
+    """Drops the notes of a log that is read again."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,7 +89,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn OSError into ValueError that names the file, which the error of a full disk does not."""
+    """Turn OSError into ValueError that names the file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`libra plan`: a plan from files."""
+"""`libra plan`: makes a plan from files."""
 
 from __future__ import annotations
 
@@ -28,35 +28,37 @@ def plan(
         Path | None,
         typer.Argument(
             metavar="CLUSTER",
-            help="cluster.yaml: classes of nodes; or the configuration of a run. With --compare it may be left out.",
+            help="cluster.yaml with classes of nodes, or the configuration of a run. Optional with --compare.",
         ),
     ] = None,
     *,
     trajectories: Annotated[
         Path,
         typer.Option(
-            "--trajectories", "-t", help="Log of trajectories: Libra's, or in a format of `libra trace formats`."
+            "--trajectories", "-t", help="Log of trajectories, in Libra's format or a format of `libra trace formats`."
         ),
     ],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="config.json of the model, its directory, or a known name.")
+        str | None,
+        typer.Option("--model", "-m", help="The model: its config.json, the directory of that file, or a known name."),
     ] = None,
     request: Annotated[
-        Path | None, typer.Option("--request", "-r", help="request.yaml: batch, mode, lengths, state of training.")
+        Path | None,
+        typer.Option("--request", "-r", help="request.yaml with batch, mode, lengths and settings of training."),
     ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
             "--profile",
             "-p",
-            help="Engine times: auto, tables, roofline or a calibration file; with a run's CONFIG: its profile.json.",
+            help="Source of engine times: auto, tables, roofline or a calibration file. For a run: its profile.json.",
         ),
     ] = None,
     host: Annotated[
         str | None,
         typer.Option(
             "--host",
-            help="Host overhead added to kernel times: default (vLLM's, by layers), fast, none, or a file of a fit.",
+            help="Host overhead on top of kernel times: default (vLLM's, by layers), fast, none, or the file of a fit.",
         ),
     ] = None,
     truncate_context: TruncateContext = False,
@@ -64,8 +66,8 @@ def plan(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="Plan for gpus=64, gpu=H200, NODES=12 (nodes of a class) or a key of the request, as batch=1024;"
-            " repeatable.",
+            help="Change an input: gpus=64, gpu=H200, NODES=12 (nodes of a class), or a key of the request, such "
+            "as batch=1024; repeatable.",
         ),
     ] = None,
     longest_tool_call: Annotated[
@@ -74,16 +76,17 @@ def plan(
             "--longest-tool-call",
             metavar="SECONDS",
             min=0,
-            help="Cut longer tool calls to this time: for logs whose calls wait for people.",
+            help="Shorten longer tool calls to this time, for logs in which calls wait for people.",
         ),
     ] = None,
     solver: Annotated[
-        SolverName, typer.Option("--solver", help="cp-sat, or ilp: an integer linear program (needs the ilp extra).")
+        SolverName, typer.Option("--solver", help="cp-sat or ilp (an integer linear program; needs the extra ilp).")
     ] = SolverName.cp_sat,
     router: Annotated[
         str | None,
         typer.Option(
-            "--router", help="Policy that will route the turns (default: the request's): its name, or path.py:Class."
+            "--router",
+            help="Policy that will route the turns: a name, or path.py:Class (default: the request's router).",
         ),
     ] = None,
     framework: Annotated[
@@ -91,7 +94,8 @@ def plan(
         typer.Option(
             "--for",
             metavar="NAME",
-            help="Plan only what this framework can do, such as verl, slime or trl (as in libra export), or libra run.",
+            help="Plan only what this framework supports: a name of `libra export`, such as verl, slime or trl; "
+            "or libra, for `libra run`.",
         ),
     ] = None,
     simulate_for: Annotated[
@@ -100,14 +104,14 @@ def plan(
             "--simulate-for",
             metavar="SECONDS",
             min=0,
-            help="Approximate time to compare plans in simulation; inf: until decided.",
+            help="Approximate time for comparing plans in simulation; inf: until the comparison is decided.",
         ),
     ] = 20.0,
     no_simulation: Annotated[
-        bool, typer.Option("--no-simulation", help="Answer at once with the shortest predicted step.")
+        bool, typer.Option("--no-simulation", help="Return the plan with the shortest predicted step at once.")
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Processes that simulate (default: one for each core).")
+        int | None, typer.Option("--jobs", min=1, help="Number of simulation processes (default: one per core).")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the simulated draws.")] = 0,
     offers: Annotated[
@@ -115,45 +119,51 @@ def plan(
         typer.Option(
             "--compare",
             metavar="OFFERS",
-            help="Compare clusters for --steps: NAME:GPUS or NAME:FIRST..LAST, as in h100:8..64,b200:8..32, where NAME"
-            " is a class of CLUSTER or a GPU.",
+            help="Compare clusters: NAME:GPUS or NAME:FIRST..LAST, such as h100:8..64,b200:8..32. NAME is a class "
+            "of CLUSTER or a GPU. Needs --steps.",
         ),
     ] = None,
     cost: Annotated[
         str | None,
-        typer.Option("--cost", metavar="NAME=DOLLARS,...", help="Dollars for an hour of one GPU, as h100=2.5,b200=5."),
+        typer.Option("--cost", metavar="NAME=DOLLARS,...", help="Dollars per GPU and hour, such as h100=2.5,b200=5."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Optimiser steps of the training, for its days and dollars.")
+        int | None,
+        typer.Option("--steps", min=1, help="Optimiser steps of the whole training, to compute its days and dollars."),
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option("--deadline", help="With --compare: time for --steps, such as 7d or 36h.")
+        str | None, typer.Option("--deadline", help="With --compare: time limit of the training, such as 7d or 36h.")
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="With --compare: write the comparison as an HTML page to this file.")
     ] = None,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Solve again with the other solver and compare the results.")
+        bool, typer.Option("--confirm", help="Also solve with the other solver, and compare the results.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file; - is standard output.")
+        Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file; - for standard output.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
 ) -> None:
-    """Plan post-training: which GPUs train and which generate, in which parallelism, and who serves which lengths.
+    """Plan post-training: which GPUs train and which generate, in which parallelism, and which lengths each engine
+    serves.
 
-    With --model the plan is for a cluster of GPUs: the solver proposes the best plan of each kind, whole runs in
-    simulation under your router decide, and the plan carries both figures. The solver's proof (status, bound, gap) is
-    of the predicted step. Without --model, CLUSTER is the configuration of a run on one machine (as for `libra run`),
-    and --profile is the profile.json that a run has measured; its step is only predicted. The plan embeds its request;
-    the same inputs give the same bytes with --simulate-for inf, and with --no-simulation.
+    With --model, the plan is for a cluster of GPUs. The solver proposes the best plan of each kind, and simulations of
+    whole runs under your router choose among them. The plan has both the predicted and the simulated step. The solver's
+    proof (status, bound, gap) is for the predicted step.
 
-    With --compare each offered cluster gets a plan, and the fastest and the cheapest by --deadline are simulated.
+    Without --model, CLUSTER is the configuration of a run on one machine (as for `libra run`), and --profile is the
+    profile.json that a run has measured. The step is then only predicted.
 
-    Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names what
-    conflicts), or none of --compare meets the deadline.
+    The plan embeds its request. With --simulate-for inf or --no-simulation, the same inputs give the same output.
+
+    With --compare, each offered cluster gets a plan. The fastest cluster, and the cheapest within --deadline, are also
+    simulated.
+
+    Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names the
+    conflict), or no cluster of --compare meets the deadline.
     """
-    # Imported here: `--help` must not wait for the solver.
+    # Imported here, so that `--help` need not load the solver.
     from libra.cli.cluster_plan import PlanInputs, plan_cluster
     from libra.cli.offers import Buying, show_offers
     from libra.config.yaml_file import ConfigError
@@ -222,13 +232,13 @@ def plan(
 
 
 def _refuse_of_clusters(host: str | None, router: str | None, framework: str | None) -> None:
-    """Raise ValueError if an option is given that is only for clusters of GPUs."""
+    """Raise ValueError for an option that applies only to clusters of GPUs."""
     if host is not None:
-        raise ValueError("--host is for engines on GPUs; a run's profile.json has the measured times")
+        raise ValueError("--host is for a cluster of GPUs: the profile.json of a run already contains the host's time")
     if router is not None:
-        raise ValueError("--router is for a cluster of GPUs; a run's configuration names the router")
+        raise ValueError("--router is for a cluster of GPUs: the configuration of a run names its router")
     if framework is not None:
-        raise ValueError("--for is for a cluster of GPUs; libra run carries out the plans of its own runs")
+        raise ValueError("--for is for a cluster of GPUs: only libra run carries out a plan for its configuration")
 
 
 def _given(where: Path | None) -> Path:
@@ -264,11 +274,11 @@ def _plan_run(
 
     if profile is None:
         raise ConfigError(
-            "--model or --profile is missing: with --model a cluster of GPUs is planned; with --profile profile.json"
-            " (measured by a run) a run on one machine"
+            "--model or --profile is missing: give --model for a cluster of GPUs, or --profile profile.json "
+            "(measured by a run) for a run on one machine"
         )
     if what_if:
-        raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")
+        raise ConfigError("--what-if is for a cluster of GPUs: change the configuration of a run in its file")
     settings = load_config(where)
     evidence = gather(settings, reading(log, read_trajectories(log, notes.append), "trajectories"), longest_tool_call)
     try:

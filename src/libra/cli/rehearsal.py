@@ -1,7 +1,7 @@
-"""`libra rehearse`: a whole run of a plan in simulation, and its steps compared with the planned one.
+"""`libra rehearse`: simulates a whole run of a plan, and compares its step with the planned step.
 
-Both steps are seconds from one published version of the weights to the next, with the plan's own batch, samples per
-prompt and staleness.
+Both steps are seconds from one published version of the weights to the next, with the plan's batch, samples per prompt
+and staleness.
 """
 
 from __future__ import annotations
@@ -31,50 +31,59 @@ def rehearse(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`, for a cluster.")],
     trajectories: Annotated[
         Path,
-        typer.Option("--trajectories", "-t", help="Log of trajectories; groups are drawn from its finished ones."),
+        typer.Option(
+            "--trajectories", "-t", help="Log of trajectories; groups are drawn from its finished trajectories."
+        ),
     ],
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimiser steps of the run.")] = 8,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of optimiser steps of the run.")] = 8,
     router: Annotated[
         str | None,
         typer.Option("--router", help="Routing policy (default: the plan's): a name, or path.py:Class."),
     ] = None,
     learn_from: Annotated[
         Path | None,
-        typer.Option("--learn-from", help="Log that the policy learns from first (default: --trajectories)."),
+        typer.Option("--learn-from", help="Log from which the policy learns before the run (default: --trajectories)."),
     ] = None,
-    cold: Annotated[bool, typer.Option("--cold", help="Begin the run with an untrained policy.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Start with an untrained policy.")] = False,
     lender: Annotated[
         list[Path] | None,
-        typer.Option("--lender", help="Engine that serves on borrowed devices, as for `libra lend check`; repeatable."),
+        typer.Option(
+            "--lender", help="File of a serving engine on borrowed devices, as for `libra lend check`; repeatable."
+        ),
     ] = None,
     traffic: Annotated[
         list[Path] | None,
-        typer.Option("--traffic", help="Requests of these serving engines: a file for each --lender, in their order."),
+        typer.Option(
+            "--traffic", help="File of the requests of a serving engine; one for each --lender, in the same order."
+        ),
     ] = None,
     kv_quota: Annotated[
         bool,
         typer.Option(
             "--kv-quota",
-            help="Move KV memory of these devices between serving and rollout on demand, not as certified.",
+            help="Divide KV memory of these devices between serving and rollout on demand, instead of the "
+            "certified division.",
         ),
     ] = False,
     truncate_context: TruncateContext = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws, and of policies that draw.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed of the draws, and of policies with random choices.")
+    ] = 0,
     exact: Exact = False,
     output: ResultFile = None,
     report: ResultPage = None,
     timeline: TraceFile = None,
     as_json: ResultAsJson = False,
 ) -> None:
-    """Simulate a whole run of a plan: rollout, training, publication, and their waits for each other.
+    """Simulate a whole run of a plan: rollout, training, publication, and the waits between them.
 
     Groups are drawn from the log prompt by prompt, engines follow vLLM's scheduler, and the policy routes turns. The
-    step that is compared with the plan's leaves out the first steps, which begin with idle engines. With the plan's own
-    log, router and seed the run is one of those that `libra plan` simulated. The same inputs give the same bytes.
+    first steps begin with idle engines, so they do not count for the comparison with the plan's step. With the log,
+    router and seed of the plan, the run is one that `libra plan` simulated. The same inputs give the same output.
 
     Exit status: 0 done, 2 bad input, 130 interrupted.
     """
-    # Imported here: `--help` must not wait for what simulating needs.
+    # Imported here, so that `--help` need not load the simulator.
     from libra.cli.rehearsal_result import document, show
 
     if report is not None:
@@ -105,7 +114,7 @@ def rehearse(
     if as_json:
         typer.echo(text, nl=False)
     else:
-        show(rehearsed.plan, outcome, len(rehearsed.log), seed)
+        show(rehearsed.plan, outcome, named, len(rehearsed.log), seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,9 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
 
 
 def _router(rehearsed: _Rehearsed, router: str | None) -> str:
-    """The name of the routing policy. Raises ValueError if only the plan names a file of code to run."""
+    """Name of the routing policy. Raises ValueError if a file of code is named only by the plan, which is not
+    trusted.
+    """
     from libra.route.catalogue import is_path
 
     planned = rehearsed.plan.of_cluster.recipe.router
@@ -194,12 +205,12 @@ def _write(
 def _tenancy(
     plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool, watched: bool
 ) -> BorrowedDevices | None:
-    """Serving engines on the devices that the plan borrows; None without `--lender`."""
+    """Serving engines on the plan's borrowed devices; None without `--lender`."""
     if not lenders and not traffic:
         if kv_quota:
-            raise ValueError("--kv-quota is for the engines of --lender: give --lender, or leave --kv-quota out")
+            raise ValueError("--kv-quota needs --lender: give --lender, or leave --kv-quota out")
         return None
     for described in offered("rehearsal tenancy"):
         tenancy: BorrowedDevices = described(plan, lenders, traffic, kv_quota, watched)
         return tenancy
-    raise ValueError("--lender: nothing lends in this installation; leave it out")
+    raise ValueError("--lender: lending is not part of this installation; leave it out")

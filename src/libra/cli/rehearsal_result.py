@@ -42,7 +42,7 @@ def document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
     return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
 
-def show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
+def show(plan: Plan, outcome: SimulatedRun, route: str, log: int, seed: int) -> None:
     recipe, planned, left_out = plan.of_cluster.recipe, plan.predicted.step, unsettled_steps(plan.request.staleness)
     simulated = outcome.settled_step_seconds(left_out)
     settled = ""
@@ -55,7 +55,8 @@ def show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
         f" {duration(planned)}{seen}: {signed_percent(simulated / planned - 1, 1)}. That is the time from one published"
         f" version to the next{settled}.",
         f"Each step trains on {recipe.prompts} prompts of {plural(recipe.samples_per_prompt, 'sample')}, at most"
-        f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}).",
+        f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}). {route} routes"
+        " their turns.",
         f"Training computes {percent(outcome.trainer_share, 0)} of the time; engines have work"
         f" {percent(outcome.engine_share, 0)} of theirs.",
         *([f"{LENT.capitalize()}."] if plan.loans and not outcome.lenders else ()),

@@ -14,34 +14,33 @@ from libra.cli.output import check_writable, tell_notes, write_text
 
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory that `libra run` wrote to, for example runs/calculator.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, such as runs/calculator.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the page to this file (default: RUN/report.html).")
     ] = None,
     page_port: Annotated[
         int | None,
-        page_option("the page at this port of 127.0.0.1, and renew it during the run"),
+        page_option("the page at this port of 127.0.0.1, and update it during the run"),
     ] = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Make the page of a run from its records, also of a run that was killed or is still running.
+    """Write the page of a run from its records. The run may have been killed, or still be running.
 
-    With --page a browser has it live, until Ctrl-C; with --token-file it asks for the token as a password.
+    With --page, a browser shows the page live, until Ctrl-C. With --token-file, the browser asks for the token as a
+    password.
 
     Exit status: 0 done, 2 bad input.
     """
     require("report")
     if token_file is not None and page_port is None:
-        bad_input(ValueError("--token-file guards the page of --page: leave it out, or serve the page"))
+        bad_input(ValueError("--token-file protects the page of --page: give --page, or leave --token-file out"))
     if page_port is not None:
         require("http")
         from libra.serve.guard import read_token
 
         try:
             if output is not None:
-                raise ValueError("--output is a file, and --page serves the page: give one of them")
+                raise ValueError("--output writes a file, and --page serves the page: give one of them")
             asyncio.run(_serve(run, page_port, None if token_file is None else read_token(token_file)))
         except (ValueError, OSError) as error:
             bad_input(error)
@@ -58,7 +57,7 @@ def report(
     except (ValueError, OSError) as error:
         bad_input(error)
     if (process := running_process(run)) is not None:
-        tell_notes([f"process {process} is running in {run}: the page has what it recorded so far"], err=True)
+        tell_notes([f"process {process} is still running in {run}: the page shows the records so far"], err=True)
     typer.echo(f"report: {page}")
 
 

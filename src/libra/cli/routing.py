@@ -1,4 +1,4 @@
-"""`libra route`. Bad input is refused before a port is taken."""
+"""`libra route`. Bad input is refused before a port is opened."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ def route(
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option("--engine", metavar="URL", help="An engine, instead of FILE; give it once for each."),
+        typer.Option("--engine", metavar="URL", help="Address of an engine, instead of FILE; repeatable."),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option("--route", help="Policy by its name, or path.py:Class, instead of the file's `route`.")
+        str | None,
+        typer.Option("--route", help="Routing policy: a name, or path.py:Class (default: `route` of the file)."),
     ] = None,
     workers_from: Annotated[
         list[str] | None,
         typer.Option(
             "--workers-from",
             metavar="HOST",
-            help="Address, network or name of further hosts whose engines may join by POST /workers.",
+            help="Address, network or name of hosts whose engines may join by POST /workers; repeatable.",
         ),
     ] = None,
     shared: Annotated[
         bool,
         typer.Option(
-            "--shared", help="Other clients, such as more gateways, use the same engines: query their queues."
+            "--shared",
+            help="Query the engines' queues, since other clients (such as other gateways) use the same engines.",
         ),
     ] = False,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
-    host: Annotated[str, typer.Option(help="Address to listen on. Any but 127.0.0.1 needs --token-file.")] = (
-        "127.0.0.1"
-    ),
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 9000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any address except 127.0.0.1 needs --token-file.")
+    ] = ("127.0.0.1"),
     token_file: TokenFile = None,
     learn_from: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--learn-from", help="Log of trajectories that the policy learns from first; more than one is possible."
-        ),
+        typer.Option("--learn-from", help="Log of trajectories from which the policy learns at start; repeatable."),
     ] = None,
-    log: Annotated[Path | None, typer.Option("--log", help="JSONL file to append finished trajectories to.")] = None,
+    log: Annotated[Path | None, typer.Option("--log", help="Append finished trajectories to this JSONL file.")] = None,
     state: Annotated[
         Path | None,
         typer.Option(
-            "--state", help="File of the policy's learned state: read at the start if it exists, written at the end."
+            "--state", help="File of the policy's learned state; read at start if it exists, and written at the end."
         ),
     ] = None,
     otel: Annotated[
@@ -70,8 +70,8 @@ def route(
         typer.Option(
             "--otel",
             metavar="URL",
-            help="Send spans of trajectories, turns and tools to this OpenTelemetry collector (OTLP over HTTP); also by"
-            " OTEL_EXPORTER_OTLP_ENDPOINT.",
+            help="Send spans of trajectories, turns and tools to this OpenTelemetry collector (OTLP over HTTP; "
+            "default: OTEL_EXPORTER_OTLP_ENDPOINT).",
         ),
     ] = None,
     page_port: Annotated[
@@ -82,16 +82,18 @@ def route(
 ) -> None:
     """One OpenAI-compatible endpoint for many engines: a policy chooses the engine for each turn of an agent.
 
-    Engines are in FILE, or are given with --engine, or join by POST /workers. Serves completions, chats, responses and
-    messages, and the endpoints with token ids of vLLM and SGLang. The field `libra` of a body, or the header
-    X-Session-ID, names the trajectory of a turn; a turn without a name goes to the trajectory that it continues. POST
-    /trajectories/ID/finish or /finish_session ends a trajectory, and the policy learns from it. Turns of an engine that
-    fails or hangs are retried elsewhere. Also: /engines, /plan, /metrics (Prometheus), /health; a live page (--page)
-    and spans (--otel).
+    Engines are listed in FILE, given with --engine, or join by POST /workers. The gateway serves completions, chats,
+    responses and messages, and the token-id endpoints of vLLM and SGLang.
+
+    The field `libra` of a body, or the header X-Session-ID, names the trajectory of a turn. A turn without a name
+    belongs to the trajectory that it continues. POST /trajectories/ID/finish or /finish_session ends a trajectory, and
+    the policy learns from it. If an engine fails or hangs, its turns are retried on other engines.
+
+    Other endpoints: /engines, /plan, /metrics (Prometheus), /health; --page serves a live page, --otel sends spans.
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
-    # Imported here: `--help` must not wait for what routing needs.
+    # Imported here, so that `--help` need not load the gateway.
     from libra.records.files import DiskError, write_whole
     from libra.trajectory import read_trajectories
 
@@ -99,7 +101,7 @@ def route(
         if not 0 <= port <= 65535:
             raise ValueError(f"--port is {port}; give 0 to 65535")
         if page_port and page_port == port:
-            raise ValueError(f"--page and --port are both {port}; give the page a port of its own, or 0 for any")
+            raise ValueError(f"--page and --port are both {port}; give --page another port, or 0 for any")
         check_writable(log, state, reads=(file, *(learn_from or ())))
         asked = _config(file, engine or [], policy, workers_from or [])
         if shared:
@@ -139,12 +141,14 @@ def _config(file: Path | None, engines: list[str], policy: str | None, workers_f
     if file is None:
         if not engines and not workers_from:
             raise ValueError(
-                "no engines: give FILE, or --engine http://HOST:PORT for each, or --workers-from with the hosts whose"
-                " engines join later (127.0.0.1 for this machine)"
+                "no engines: give FILE, or --engine http://HOST:PORT for each, or --workers-from with the hosts "
+                "whose engines will join (127.0.0.1 for this machine)"
             )
         return gateway_of(engines, policy, workers_from)
     if engines:
-        raise ValueError("--engine and FILE: list the engine in the file, or give all engines with --engine")
+        raise ValueError(
+            "--engine and FILE exclude each other: list all engines in the file, or give all with --engine"
+        )
     return load_gateway(file, policy, workers_from)
 
 
@@ -163,7 +167,7 @@ def _policy(config: GatewayConfig, state: Path | None) -> Policy:
     try:
         known = json.loads(read_input(state))
         if not isinstance(known, dict):
-            raise ValueError(f"it holds {type(known).__name__}, not an object")
+            raise ValueError(f"the file holds {type(known).__name__}, not an object")
         return restore_policy(config.route, known)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(

@@ -26,32 +26,35 @@ def run(
     ],
     plan: Annotated[
         Path | None,
-        typer.Option(help="Begin as this plan.json of `libra plan` says: its layout, engines, buckets and placement."),
+        typer.Option(help="Start with the layout, engines, buckets and placement of this plan.json of `libra plan`."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run; its files go to <directory>/<name>.")] = None,
-    directory: Annotated[Path | None, typer.Option(help="Where runs are kept (default: runs).")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; its files are in <directory>/<name>.")] = None,
+    directory: Annotated[Path | None, typer.Option(help="Parent directory of runs (default: runs).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the model, the prompts and the sampling.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimiser steps.")] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Learning rate of the optimiser; 0: a control run that learns nothing.")
+        float | None, typer.Option(help="Learning rate of the optimiser; 0 for a control run without learning.")
     ] = None,
     allocation: Annotated[
-        AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that saves time. static: never.")
+        AllocationMode | None,
+        typer.Option(help="adaptive: change the roles of workers if that saves time. static: keep the start's roles."),
     ] = None,
     lending: Annotated[
         LendingRule | None,
         typer.Option(
-            help="Rule for lent devices. gate: rollout has them as far as the bound allows. off: rollout never has"
-            " them. The others are baselines."
+            help="Rule for lent devices. gate: rollout uses them within the bound. off: rollout never uses them. "
+            "Other rules are baselines."
         ),
     ] = None,
     launcher: Annotated[
         LauncherKind | None,
-        typer.Option(help="local: workers run on this machine. ray: on the nodes of a Ray cluster."),
+        typer.Option(help="local: run workers on this machine. ray: on the nodes of a Ray cluster."),
     ] = None,
     ray_address: Annotated[
         str | None,
-        typer.Option(help="Address of a running Ray cluster, or auto to find it (default: start one for this run)."),
+        typer.Option(
+            help="Address of a running Ray cluster, or auto to find one (default: start a cluster for this run)."
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -61,7 +64,7 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
 ) -> None:
-    """Post-train an agent: vLLM engines generate, tools are called, trainers learn, workers change roles.
+    """Post-train an agent: vLLM engines generate, agents call tools, trainers learn, and workers change roles.
 
     Writes report.html, timeline.json (open it in ui.perfetto.dev), metrics.jsonl, decisions.jsonl, trajectories.jsonl
     and the trained model to <directory>/<name>.
@@ -91,14 +94,16 @@ def run(
 
 
 def _carrying(settings: RunConfig, file: Path, resume: bool) -> tuple[RunConfig, str]:
-    """The configuration of a run that carries out the plan of a file, and the plan in words. Raises `ConfigError`."""
+    """The configuration of a run that carries out the plan in a file, and a text that describes the plan. Raises
+    `ConfigError`.
+    """
     from libra.backends.devices import run_gpus
     from libra.hardware.model_file import load_model
     from libra.plan.carried_plan import carried, carried_words
     from libra.plan.plan import parse_plan, require_answer
 
     if resume:
-        raise ConfigError("--plan describes the start of a run, and --resume continues one: leave one of them out")
+        raise ConfigError("--plan starts a run, and --resume continues one: leave one of them out")
     try:
         plan = parse_plan(read_input(file), where=str(file))
         require_answer(plan, plan.request.menu().problem)
@@ -117,7 +122,7 @@ def _carrying(settings: RunConfig, file: Path, resume: bool) -> tuple[RunConfig,
 
 def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool, planned: str) -> int:
     require("cpu")
-    # Imported here: planning and reading traces must not need what running needs.
+    # Imported here, since planning and reading traces need none of these libraries.
     from libra.environments.registry import load_environment
     from libra.loop.preflight import check, check_environment
     from libra.loop.run_directory import locked
@@ -135,7 +140,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 
 
 async def _until_terminated(work: Awaitable[Result]) -> Result:
-    """The result of `work`, which SIGTERM cancels like Ctrl-C."""
+    """The result of `work`; SIGTERM cancels it, like Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     before = signal.getsignal(signal.SIGTERM)
@@ -204,11 +209,12 @@ def _run_locked(
                 report.write_text(render_report(run_directory), encoding="utf-8")
         except DiskError as error:
             status, problem = status or 1, problem or str(error)
-        except ValueError as error:  # a record that an earlier session left is damaged
+        except ValueError as error:  # a record of an earlier session is damaged
             status, problem = status or 2, problem or f"there is no report: {error}"
     if problem:
         resumable = can_be_resumed(run_directory)
-        remedy = "continue with --resume" if resumable else "it had no checkpoint yet, start again with --overwrite"
+        fresh = "the run has no checkpoint yet; start again with --overwrite"
+        remedy = "continue with --resume" if resumable else fresh
         typer.echo(f"libra run: {problem}; {remedy}", err=True)
         return status
     if as_json:

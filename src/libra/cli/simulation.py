@@ -31,39 +31,37 @@ def simulate(
     requests: Annotated[
         Path | None,
         typer.Option(
-            "--requests", help="Requests to replay: .jsonl, or a log of others such as Azure's traces. Not with a plan."
+            "--requests", help="Requests to replay: .jsonl, or another log, such as Azure's traces. Not with a plan."
         ),
     ] = None,
     route: Annotated[
         str | None, typer.Option("--route", help="Routing policy, or path.py:Class (default: the file's, or cmlfq).")
     ] = None,
     learn_from: Annotated[
-        Path | None, typer.Option("--learn-from", help="Log of trajectories that the policy learns from first.")
+        Path | None, typer.Option("--learn-from", help="Log of trajectories from which the policy learns first.")
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="Most trajectories in flight (default: all; for a plan, as many as its staleness allows)."),
+        typer.Option(help="Limit on trajectories in flight (default: none; for a plan, its bound on staleness)."),
     ] = None,
     samples_per_prompt: Annotated[
-        int | None, typer.Option(help="Run each trajectory as this many samples of its prompt (default: 1).")
+        int | None, typer.Option(help="Number of samples to run for each trajectory (default: 1).")
     ] = None,
     unknown_tool_seconds: Annotated[
         float | None,
-        typer.Option(help="Seconds of tool calls whose time was not recorded (default: 1, or the plan's value)."),
+        typer.Option(help="Seconds of tool calls without a recorded time (default: 1, or the plan's value)."),
     ] = None,
     truncate_context: TruncateContext = False,
     rate_scale: Annotated[
-        float | None, typer.Option(help="Multiply the rate at which requests arrive (default: 1).")
+        float | None, typer.Option(help="Factor on the arrival rate of requests (default: 1).")
     ] = None,
     repeat: Annotated[
-        int | None, typer.Option(min=1, help="Replay the requests this many times, at their own rate (default: 1).")
+        int | None, typer.Option(min=1, help="Number of times to replay the requests, one after another (default: 1).")
     ] = None,
-    start: Annotated[
-        float | None, typer.Option(help="Skip requests that arrive before this second of the file.")
-    ] = None,
+    start: Annotated[float | None, typer.Option(help="Skip requests that arrive before this time, in seconds.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Stop after this many simulated seconds.")] = None,
     seed: Annotated[
-        int, typer.Option(help="Random seed: for the choice of trajectories, and for policies that draw.")
+        int, typer.Option(help="Seed of the choice of trajectories, and of policies with random choices.")
     ] = 0,
     exact: Exact = False,
     output: ResultFile = None,
@@ -74,16 +72,14 @@ def simulate(
     report: ResultPage = None,
     as_json: ResultAsJson = False,
 ) -> None:
-    """Simulate engines token by token, on this machine: those of a plan, or of a file that describes them.
+    """Simulate the engines of a plan, or of a file, token by token.
 
-    For a plan it simulates the rollout of one step; `libra rehearse` simulates whole runs with training.
-
-    Simulated time is exact and follows vLLM's scheduler; times of iterations are those that the planner uses. The
-    same inputs give the same bytes.
+    For a plan, the rollout of one step is simulated; `libra rehearse` simulates whole runs with training. The
+    simulation follows vLLM's scheduler, with the planner's iteration times. The same inputs give the same output.
 
     Exit status: 0 done, 2 bad input, 130 interrupted.
     """
-    # Imported here: `--help` must not wait for what simulating needs.
+    # Imported here, so that `--help` need not load the simulator.
     from libra.cli.simulation_input import asked
     from libra.report.live import SimulationProgress
     from libra.sim.of_plan import teach
@@ -141,7 +137,7 @@ def _require_learner(route: str) -> None:
 
     if route not in (PublishedCMLFQ.NAME, CMLFQ.NAME) and not is_path(route):
         raise ValueError(
-            f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route"
+            f"--learn-from needs a policy that learns, but {route} does not: leave it out, or give --route"
             f" {PublishedCMLFQ.NAME}"
         )
 
@@ -152,8 +148,8 @@ def _cold_router(deployment: Deployment) -> list[str]:
     if deployment.route != PublishedCMLFQ.NAME or deployment.limits is None or len(deployment.limits) < 2:
         return []
     return [
-        f"{deployment.route} begins without evidence, so trajectories stay in the first bucket until some have"
-        " finished; --learn-from shows it a log first"
+        f"{deployment.route} starts without evidence, so trajectories stay in the first bucket until some have "
+        f"finished; give --learn-from to start with a log"
     ]
 
 

@@ -1,6 +1,6 @@
 """The input of `libra simulate`, from files and options.
 
-Invariant: an option that does not apply to the deployment and its workload is refused; none is dropped.
+Invariant: an option that does not apply to the deployment and its workload is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.sim.workload.request_file import RequestFormatError, read_requests
 from libra.sim.workload.requests import Workload, recorded_requests, repeated
 from libra.trajectory import read_trajectories, read_workload
 
-LENT = "lent engines have their share of the device at any moment: serving and recalls are not simulated"
+LENT = "lent engines always have their share of the device: serving and recalls are not simulated"
 _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
 _OF_REQUESTS = ("--rate-scale", "--repeat", "--start")
@@ -32,7 +32,7 @@ _MEANT_FOR = {
     **dict.fromkeys(_OF_REQUESTS, "requests (--requests)"),
 }
 
-Options = Mapping[str, Any]  # those that were given, by their names
+Options = Mapping[str, Any]  # given options by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,12 @@ class Asked:
 
 
 def asked(what: Path, trajectories: Path | None, requests: Path | None, given: Options, seed: int) -> Asked:
-    """A plan or engines, and their work, read from files. Raises ValueError with a message for the user of the command,
-    and OSError if a file cannot be read."""
+    """Read the deployment (a plan or engines) and its workload from files. Raises ValueError with a message for the
+    user, and OSError for an unreadable file.
+    """
     if what.suffix == ".json":
         if requests is not None or trajectories is None:
-            raise ValueError("a plan is simulated on trajectories: give --trajectories, and no --requests")
+            raise ValueError("a plan needs trajectories: give --trajectories instead of --requests")
         _only(given, *_OF_TRAJECTORIES)
         return _plan(what, trajectories, given, seed)
     if what.suffix not in (".yaml", ".yml"):
@@ -61,7 +62,7 @@ def asked(what: Path, trajectories: Path | None, requests: Path | None, given: O
     if trajectories is not None and requests is None:
         _only(given, *_OF_TRAJECTORIES)
         return _trajectories(what, trajectories, given)
-    raise ValueError("give the work for the engines: --requests FILE or --trajectories FILE, one of them")
+    raise ValueError("the engines have no work: give either --requests FILE or --trajectories FILE")
 
 
 def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
@@ -83,7 +84,7 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
         notes.append(LENT)
     if request.kind == "cluster" and is_path(request.recipe.router):
         notes.append(
-            f"the plan's router is {request.recipe.router}: {deployment.route} routes here, unless --route says"
+            f"the plan's router is {request.recipe.router}, which needs --route; the simulation uses {deployment.route}"
         )
     elif request.kind == "cluster":
         deployment = replace(deployment, route=request.recipe.router)
@@ -109,7 +110,7 @@ def _requests(what: Path, requests: Path, given: Options) -> Asked:
 
 
 def _is_log(path: Path) -> bool:
-    """Whether the first line is a trajectory."""
+    """Whether the first line of the file is a trajectory."""
     try:
         return next(read_trajectories(path), None) is not None
     except ValueError:
@@ -122,12 +123,15 @@ def _trajectories(what: Path, trajectories: Path, given: Options) -> Asked:
     log = list(read_workload(trajectories, deployment.longest_context, given.get(_TRUNCATE, False), notes.append))
     unfinished = sum(not trajectory.finished for trajectory in log)
     if unfinished:
-        notes.append(f"{unfinished:,} of {len(log):,} trajectories in the log unfinished: run as far as the log goes")
+        notes.append(
+            f"{unfinished:,} of {len(log):,} trajectories in the log are unfinished: simulated up to "
+            f"their last recorded turn"
+        )
     return Asked(deployment, Replay(log, source={"file": trajectories.name}, **_keywords(given)), tuple(notes))
 
 
 def _only(given: Options, *known: str) -> None:
-    """Raise ValueError naming an option that was given and is not one of `known`."""
+    """Raise ValueError that names a given option outside `known`."""
     for name in given:
         if name not in known:
             raise ValueError(f"{name} is for {_MEANT_FOR[name]}; leave it out")
@@ -138,7 +142,7 @@ def _keywords(given: Options) -> dict[str, Any]:
 
 
 def _drawing(drawn: int, log: int, steps: int, samples: int, seed: int) -> str:
-    how = "without replacement" if drawn <= log else "each once, the rest with replacement"
+    how = "without replacement" if drawn <= log else "each once, then more with replacement"
     each = "" if samples == 1 else f", each run as {samples} samples"
     return (
         f"{plural(steps, 'step')}: {plural(drawn, 'trajectory', 'trajectories')} drawn from {log:,} finished ones,"

@@ -15,21 +15,25 @@ from libra.cli.log_import import import_log
 from libra.cli.output import tell_note
 from libra.trajectory import TrajectoryFormatError, read_trajectories
 
-app = typer.Typer(help="Look at logs of trajectories, and import those of other frameworks.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show statistics of logs of trajectories, and import logs of other frameworks.", no_args_is_help=True
+)
 app.command("import")(import_log)
 
 
 @app.callback()
 def trace() -> None:
-    """Look at logs of trajectories, and import those of other frameworks."""
+    """Show statistics of logs of trajectories, and import logs of other frameworks."""
 
 
 @app.command()
 def stats(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A log of trajectories, Libra's own or another's.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A log of trajectories, in Libra's format or another known format.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON on standard output.")] = False,
 ) -> None:
-    """Turns, lengths, tools, outcomes, and the share of tokens in the longest 10 % of trajectories.
+    """Show turns, lengths, tools, outcomes, and the share of tokens in the longest 10 % of trajectories.
 
     Exit status: 0 done, 2 the file cannot be read (the message names file, line and field).
     """
@@ -50,7 +54,7 @@ def stats(
 
 @app.command()
 def formats() -> None:
-    """List the formats of logs that Libra reads besides its own."""
+    """List the log formats that Libra reads in addition to its own."""
     from libra.report.tables import format_table
     from libra.trajectory.logs.catalogue import FORMATS
 

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): their parameters in training, memory and publication.
 
-An adapter of rank r on a matrix of n inputs and m outputs has r (n + m) parameters. The matrices themselves are frozen:
-they have no gradients and no optimiser state, their backward pass computes gradients of activations alone, and engines
-get the adapters as an update. A reference model is the policy without adapters, which takes no memory.
+An adapter of rank r on a matrix of n inputs and m outputs has r (n + m) parameters. The matrices are frozen: they have
+no gradients and no optimiser state, and their backward pass computes only gradients of activations. Engines get only
+the adapters as an update. The reference model is the policy without adapters, so it takes no memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _PUBLISHED_BYTES = 2  # of one parameter of an adapter
 
 
 def adapter_parameters(model: ModelSpec, rank: int, attention_only: bool = False, tp: int = 1) -> float:
-    """Parameters of adapters on all matrices of all layers, or on those of attention and states alone. Embeddings, the
-    output head, norms and routers have none. Each of `tp` devices has the side of the hidden width whole, and a part of
-    the other."""
+    """Parameters of adapters on all matrices of all layers, or only on those of attention and states. Embeddings, the
+    output head, norms and routers have no adapters. Each of `tp` devices has the whole side of the hidden width, and a
+    part of the other side.
+    """
     return sum(count * _of_layer(kind, model.hidden, rank, attention_only, tp) for kind, count in model.counted)
 
 
@@ -42,23 +43,25 @@ def _of_layer(kind: LayerKind, hidden: int, rank: int, attention_only: bool, tp:
 
 
 def engine_bytes(recipe: Recipe, model: ModelSpec, tp: int) -> float:
-    """Bytes of adapters on each of an engine's `tp` devices. vLLM has room for those of all matrices, whichever have
-    some."""
+    """Bytes of adapters on each of an engine's `tp` devices. vLLM always reserves memory for adapters of all
+    matrices.
+    """
     if recipe.lora_rank is None:
         return 0.0
     return _PUBLISHED_BYTES * adapter_parameters(model, recipe.lora_rank, tp=tp)
 
 
 def trained_parameters(recipe: Recipe, model: ModelSpec) -> int:
-    """Parameters that a step changes: all, or those of the adapters."""
+    """Number of parameters that a step changes: all, or only the adapters'."""
     if recipe.lora_rank is None:
         return model.trained_parameters
     return int(adapter_parameters(model, recipe.lora_rank, recipe.lora_targets == "attention"))
 
 
 def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:
-    """Bytes that training keeps for one parameter of the model. With adapters, their weights, gradients and optimiser
-    state are spread over all parameters."""
+    """Bytes that training keeps per parameter of the model. With adapters, the bytes of their weights, gradients and
+    optimiser state are averaged over all parameters.
+    """
     whole = recipe.training_bytes
     if recipe.lora_rank is None:
         return whole
@@ -75,12 +78,12 @@ def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:
 
 
 def reference_of(recipe: Recipe) -> Reference:
-    """The reference model as training stores it."""
+    """The reference model that training has to store."""
     return "base" if recipe.lora_rank is not None and recipe.reference != "none" else recipe.reference
 
 
 def version_bytes(recipe: Recipe, model: ModelSpec) -> float:
-    """Bytes that one update of the weights sends."""
+    """Bytes sent by one weight update."""
     if recipe.lora_rank is None:
         return rollout_quantization(recipe).version_bytes(model)
     return float(_PUBLISHED_BYTES * trained_parameters(recipe, model))

@@ -1,8 +1,8 @@
-"""Times of attention and FFN on separate GPUs: the stages of layers with experts, and all work outside of them.
+"""Times of attention and FFN on separate GPUs: the stages of layers with experts, and all other work.
 
-Invariant: an attention rank computes everything but the routed experts (router, shared experts and dense layers stay
-with attention), as in afd-plugin for vLLM 0.26. An FFN rank is one GPU with its share of every layer's experts. Times
-are of kernels, from one source, which the grid names.
+Invariant: an attention rank computes everything except the routed experts; router, shared experts and dense layers stay
+with attention, as in afd-plugin for vLLM 0.26. An FFN rank is one GPU with its share of every layer's experts. Times
+are kernel times from one source, which the grid names.
 """
 
 from __future__ import annotations
@@ -60,18 +60,21 @@ class StageGrid:
 
 
 def token_copies(model: ModelSpec, ffn: int) -> float:
-    """Mean number of FFN ranks that a token goes to: ranks with one of its experts, which are drawn evenly."""
+    """Mean number of FFN ranks that a token goes to, which are the ranks with its experts; experts are equally
+    likely.
+    """
     assert model.experts is not None
     return ffn * (1 - (1 - 1 / ffn) ** model.experts.active)
 
 
 def afd_refusal(model: ModelSpec, attention: int, ffn: int, micro_batches: int) -> str | None:
-    """Reason why attention and FFN cannot be separated in this way, beginning with the key; None if they can."""
+    """Reason why attention and FFN cannot be separated in this way, starting with the key; None if they can."""
     if model.experts is None:
-        return f"afd: {model.name} has no experts that FFN ranks could hold: leave it out, or name a mixture of experts"
+        return f"afd: {model.name} has no experts for FFN ranks: leave afd out, or name a mixture of experts"
     if attention % ffn:
         return (
-            f"afd.attention is {attention}, not a multiple of ffn {ffn}: each FFN rank serves as many attention ranks"
+            f"afd.attention is {attention}, not a multiple of ffn {ffn}: make it a multiple, since all FFN ranks "
+            f"serve equally many attention ranks"
         )
     if model.experts.count % ffn:
         return f"afd.ffn is {ffn}; it must divide the {model.experts.count} experts of {model.name}"
@@ -81,7 +84,7 @@ def afd_refusal(model: ModelSpec, attention: int, ffn: int, micro_batches: int) 
 
 
 def _between(axis: tuple[int, ...], seconds: tuple[float, ...], at: float) -> float:
-    """Linear between points; beyond the last one, the last interval is extrapolated."""
+    """Interpolate linearly between points; beyond the last point, extrapolate the last interval."""
     if at <= axis[-1]:
         return float(np.interp(at, axis, seconds))
     slope = (seconds[-1] - seconds[-2]) / (axis[-1] - axis[-2])

@@ -1,6 +1,6 @@
 """Seconds of the exchange around experts: tokens go to the ranks of their experts, and the outputs come back.
 
-Invariant: no link carries more than its bandwidth, and the rank that receives most tokens sets the time. Dispatch and
+Invariant: no link exceeds its bandwidth, and the rank that receives most tokens determines the time. Dispatch and
 combine move the same bytes in opposite directions. The names of the methods are vLLM's `all2all_backend`.
 """
 
@@ -17,12 +17,12 @@ ALL_TO_ALL: tuple[AllToAll, ...] = get_args(AllToAll)
 def exchange_seconds(
     way: AllToAll, tokens: float, token_bytes: float, active: int, ranks: int, fabric: Fabric, fullest: float = 1.0
 ) -> float:
-    """Seconds of dispatch and combine in one layer: `tokens` tokens of each of `ranks` GPUs go to `active` experts
-    each. The fullest rank has `fullest` times the mean.
+    """Seconds of dispatch and combine in one layer: each of `ranks` GPUs sends `tokens` tokens, each to `active`
+    experts. The fullest rank receives `fullest` times the mean.
 
     - `allgather_reducescatter`: every GPU gets all tokens.
-    - `deepep_low_latency`: a token goes straight to each GPU that has one of its experts.
-    - `deepep_high_throughput`: a token goes once to each node with one of its experts, then over the node's own links.
+    - `deepep_low_latency`: a token goes directly to each GPU that has one of its experts.
+    - `deepep_high_throughput`: a token goes once to each node with one of its experts, then over links inside the node.
     """
     if ranks == 1:
         return 0.0

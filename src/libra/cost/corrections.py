@@ -1,7 +1,7 @@
-"""Factors that bring closed forms of batches near the simulated seconds.
+"""Factors that fit formulas for batches to simulated seconds.
 
-Invariant: each factor corrects one named mechanism of `libra.cost.rollout`. All are fitted together, on families of
-trajectories and seeds that no test uses: `python -m benchmarks.rollout_price --fit` writes them here.
+Invariant: each factor corrects one mechanism of `libra.cost.rollout`. All factors are fitted together, on trajectories
+and seeds that no test uses; `python -m benchmarks.rollout_price --fit` writes them here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchFactors:
-    """Factors of the parts of a step: those of `libra.cost.rollout` and `libra.cost.longest`."""
+    """Factors for the parts of a step in `libra.cost.rollout` and `libra.cost.longest`."""
 
     decode: float  # decoding of all trajectories
     prefill: float  # samples of one prompt prefill it together

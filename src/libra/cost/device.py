@@ -1,6 +1,6 @@
-"""Measured costs of one device: the numbers that every price is made of.
+"""Measured costs of one device, from which prices are computed.
 
-Invariant: a profile is complete and positive. It names its hardware and model, and the error of its fit on held-out
+Invariant: a profile is complete and positive. It names its hardware and model, and has the error of its fit on held-out
 samples.
 """
 
@@ -22,7 +22,7 @@ class EngineCost:
     """Seconds of one engine iteration: `step + per_sequence*b + per_context_token*S + per_prefill_token*p`.
 
     `b` sequences decode in the iteration, `S` is their context in tokens, `p` the prompt tokens prefilled in it. Each
-    turn also pays `per_turn` once, for admission, sampling set-up and the message that carries the result.
+    turn also costs `per_turn` once, for admission, sampling set-up and the message with the result.
     """
 
     step: float
@@ -56,7 +56,7 @@ class TrainCost:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCost:
-    """Seconds a device is out of service when it changes role, each measured from the order to readiness."""
+    """Seconds that a device is out of service when it changes role, measured from the order to readiness."""
 
     engine_start: float
     trainer_join: float
@@ -68,7 +68,7 @@ class SwitchCost:
 
 @dataclass(frozen=True, slots=True)
 class HandoverCost:
-    """Seconds that two engines take to hand over the KV of a context: `fixed + per_token*tokens`."""
+    """Seconds for transferring the KV of a context between two engines: `fixed + per_token*tokens`."""
 
     fixed: float
     per_token: float  # one saves, the other takes
@@ -94,12 +94,12 @@ class DeviceProfile:
 
 
 def slowed(cost: EngineCost, factor: float) -> EngineCost:
-    """The cost of an engine that takes `factor` times as long for everything."""
+    """The cost of an engine for which all work takes `factor` times as long."""
     return EngineCost(**{field: seconds * factor for field, seconds in asdict(cost).items()})
 
 
 def scaled(profile: DeviceProfile, engine: float, train: float) -> DeviceProfile:
-    """The profile of a device that takes `engine` times as long to generate and `train` times as long to train."""
+    """The profile of a device on which generation takes `engine` times as long and training `train` times as long."""
     return replace(
         profile,
         engine=slowed(profile.engine, engine),

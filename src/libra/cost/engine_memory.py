@@ -1,9 +1,9 @@
-"""Tokens of context that one rollout engine holds.
+"""KV cache capacity of one rollout engine, in tokens.
 
-Invariant: weights and KV are divided by the tensor-parallel degree once and by the pipeline stages once; the other
-needs of an engine are stated here and subtracted before the KV cache gets the rest. vLLM takes `gpu_memory_utilization`
-of the memory that PyTorch reports, and subtracts weights, the peak of a profiling run and captured graphs. What vLLM
-logs of each item, by version, gives the constants; `python -m benchmarks.public` compares the sum with other logs.
+Invariant: weights and KV are divided once by the tensor-parallel degree and once by the pipeline stages. All other
+memory of an engine is computed here, and the KV cache gets the remainder. vLLM takes `gpu_memory_utilization` of the
+memory that PyTorch reports, and subtracts weights, the peak of a profiling run and captured graphs. The constants come
+from vLLM's logs of each item, by version; `python -m benchmarks.public` compares the sum with other logs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CONTEXT_ROWS = 65_536  # tokens of context that latent attention expands at onc
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """The profiling run of a version of vLLM, in what versions set aside differently. Bytes are those of one logit."""
+    """Memory of vLLM's profiling run, as far as it differs between versions. Bytes are per logit."""
 
     logit: float = 2.0  # while the sampler runs; the newer model runner samples from the model's 16 bits
     counted: float = _COUNTED  # that stay: how often each token came, for penalties
@@ -60,12 +60,12 @@ class Profiling:
 
     @classmethod
     def of(cls, version: str) -> Profiling:
-        """The run of a version such as `0.9.2`. Raises ValueError if it is no version.
+        """The profiling run of a version such as `0.9.2`. Raises ValueError for an invalid version.
 
-        Before 0.17 the sampler sorted all logits (vllm#33538): 37.7 bytes in logs of 0.10.2 and 0.15, 35 in one of 0.6
-        (vllm#10511), and 44 by what profiling took from opt-125m when it began to sample (vllm#13594, for 0.8). Until
-        0.29 it had fp32 logits, probabilities and noise. 0.12 has a workspace of its own for experts, and 0.21 counts
-        graphs by default (vllm#38284).
+        Before 0.17, the sampler sorted all logits (vllm#33538). This took 37.7 bytes per logit in logs of 0.10.2 and
+        0.15, and 35 in a log of 0.6 (vllm#10511). When profiling began to sample (vllm#13594, for 0.8), opt-125m showed
+        44 bytes. Before 0.29, the sampler had fp32 logits, probabilities and noise. 0.12 has a separate workspace for
+        experts, and 0.21 counts graphs by default (vllm#38284).
         """
         found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
         if found is None:
@@ -101,14 +101,15 @@ def kv_tokens(
     switched: bool = True,
     profiling: Profiling = Profiling(),
 ) -> int:
-    """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
-    it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
-    token, so the fullest stage decides. Another engine takes `taken` bytes of each device, and a drafter `kv_beside`
-    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError if the degrees do not
-    divide the model.
+    """Tokens in the KV cache of an engine; 0 if the weights leave no memory.
 
-    Where layers keep windows or states, tokens are those of sequences of `context` tokens each, by default the model's
-    longest: a sequence's bytes are concave in its length, so a batch of this mean length takes no more.
+    The engine has `pp` stages of `tp` devices, and may use a share of `utilization` of the `memory` bytes of each
+    device (`GPU.usable`). Every stage keeps its layers' KV of all tokens, so the fullest stage sets the limit. `taken`
+    bytes of each device belong to another engine, and a drafter needs `kv_beside` bytes per byte of KV. Other arguments
+    are those of `held_bytes`. Raises ValueError if the degrees do not divide the model.
+
+    If layers keep windows or states, the result is for sequences of `context` tokens each, by default the model's
+    longest. A sequence's bytes are concave in its length, so a batch with this mean length needs no more memory.
     """
     held = held_bytes(
         model,
@@ -144,13 +145,13 @@ def held_bytes(
     switched: bool = True,
     profiling: Profiling = Profiling(),
 ) -> float:
-    """Bytes that an engine needs on each of its devices besides KV.
+    """Bytes that an engine needs on each of its devices in addition to KV.
 
-    As vLLM's profiling run does, it sets aside the larger of two: the activations of one iteration of `batched_tokens`
-    tokens in bf16 (three vectors of the hidden width, and the gate, up and activated vectors of an MLP), and the logits
-    of `seqs` sequences, which every device gathers, beside two vectors of each token. The workspace of experts comes on
-    top. Without `routed`, routed experts are on other devices; without `graphs`, nothing is captured.
-    `switched` is that of `context_bytes`.
+    Like vLLM's profiling run, the engine reserves the larger of two amounts. The first is the activations of one
+    iteration of `batched_tokens` tokens in bf16: three vectors of the hidden width, and the gate, up and activated
+    vectors of an MLP. The second is the logits of `seqs` sequences, which every device gathers, plus two vectors per
+    token. The workspace of experts is added. Without `routed`, routed experts are on other devices; without `graphs`,
+    no graph is captured. For `switched` see `context_bytes`.
     """
     widest = max(model.intermediate, 0 if model.experts is None else model.experts.shared_intermediate)
     layers = batched_tokens * 2 * (3 * model.hidden + 3 * widest / tp) + _expanded_context(model, tp)
@@ -178,7 +179,8 @@ def context_bytes(
     profiling: Profiling = Profiling(),
 ) -> float:
     """Bytes of a device that do not depend on the model: libraries, captured graphs, and buffers of a group of `tp`
-    devices. `switched` says whether their link is faster than PCIe (`GPU.switched`)."""
+    devices. `switched`: their link is faster than PCIe (`GPU.switched`).
+    """
     held = _REST + profiling.libraries
     if tp > 1:
         held += _GROUP if switched else _PCIE_GROUP
@@ -189,16 +191,16 @@ def context_bytes(
 
 
 def _expanded_context(model: ModelSpec, tp: int) -> float:
-    """Bytes of keys and values that latent attention expands from its context at once; where an indexer chooses keys,
-    none are expanded."""
+    """Bytes of keys and values that latent attention expands from its context at once; 0 if an indexer chooses keys."""
     latent = [it.mixer for it in model.kinds if isinstance(it.mixer, LatentAttention)]
     widths = [it.heads * (it.nope_dim + it.value_dim) for it in latent if it.indexer is None and not it.topk]
     return 2 * _CONTEXT_ROWS * max(widths, default=0) / tp
 
 
 def expert_workspace(model: ModelSpec, tokens: float, tp: int = 1) -> float:
-    """Bytes that fused experts need for `tokens` tokens on a device that has a `tp`-th of each: a row for each token
-    and expert, before and after either product (vLLM, `TritonExperts.workspace_shapes`); 0 without experts."""
+    """Bytes that fused experts need for `tokens` tokens on a device with a `tp`-th of each expert; 0 without experts.
+    There is a row per token and expert, before and after each product (vLLM, `TritonExperts.workspace_shapes`).
+    """
     experts = model.experts
     if experts is None:
         return 0.0
@@ -215,8 +217,9 @@ def drafter_memory(
     quantization: Quantization = AS_STORED,
     dp: int = 1,
 ) -> tuple[float, float]:
-    """Bytes of a drafter's weights on each device, and its bytes of KV for each byte of the model's. `drafter` is a
-    model of its own, not quantized; None: a layer like the model's, whose experts `dp` ranks divide."""
+    """Bytes of a drafter's weights on each device, and its KV bytes per KV byte of the model. `drafter` is a separate
+    model that is not quantized; None: the drafter is a layer like the model's, whose experts `dp` ranks divide.
+    """
     if drafter is None:
         elsewhere = (1 - 1 / dp) * quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
         return (quantization.weight_bytes(model, tp) - elsewhere) / model.layers, 1 / model.layers
@@ -234,12 +237,12 @@ def expert_rank_bytes(
     quantization: Quantization = AS_STORED,
     profiling: Profiling = Profiling(),
 ) -> float:
-    """Bytes that each of `ranks` devices that divide the experts needs for them: weights, what arrives of the `tokens`
-    tokens of all ranks, the workspace, and buffers of the exchange. Experts are as often chosen.
+    """Bytes for experts on each of `ranks` devices that divide them: weights, received tokens, workspace, and buffers.
 
-    All tokens are gathered, or those that have an expert here arrive (DeepEP, high throughput). With low latency each
-    expert has room for all tokens of all ranks, of which each may send `_LOW_LATENCY`, and so have two buffers of what
-    is sent and received (DeepEP, `get_low_latency_rdma_size_hint`).
+    `tokens` is the number of tokens of all ranks, and experts are chosen equally often. A device receives all tokens,
+    or only tokens with an expert on the device (DeepEP, high throughput). With low latency, each expert has room for
+    all tokens of all ranks, up to `_LOW_LATENCY` per rank. So have two buffers of sent and received tokens (DeepEP,
+    `get_low_latency_rdma_size_hint`).
     """
     experts, hidden = model.experts, model.hidden
     weights = quantization.matrix_bytes(model, "experts") * model.routed_parameters / ranks
@@ -255,8 +258,9 @@ def expert_rank_bytes(
 
 
 def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
-    """Bytes that each of `ranks` devices needs if they divide the experts and have nothing else. `tokens` tokens of all
-    attention ranks arrive; they take memory for themselves and an MLP's vectors, as in `held_bytes`."""
+    """Bytes on each of `ranks` devices that hold only their share of the experts. `tokens` tokens arrive from all
+    attention ranks; each takes memory for itself and for an MLP's vectors, as in `held_bytes`.
+    """
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks

@@ -1,7 +1,8 @@
 """Times of data-parallel ranks that divide the experts over all their GPUs: each rank's own part, the experts of the
-fullest GPU, and the exchange before and after them.
+fullest GPU, and the exchange before and after the experts.
 
-Invariant: times are of kernels, and the grid names their sources. A rank's own part is everything but routed experts.
+Invariant: times are kernel times, and the grid names their sources. A rank's own part is all work except routed
+experts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ExpertGrid:
-    """Times of one model on `gpus` GPUs, of which each rank has one or several."""
+    """Times of one model on `gpus` GPUs; each rank has one or several GPUs."""
 
     own: EngineGrid  # a rank's own part
     layers: int  # with experts
@@ -38,11 +39,11 @@ class ExpertGrid:
             raise ValueError("ExpertGrid.experts and exchange need a time for each of tokens; measure the missing ones")
 
     def layer_seconds(self, tokens: Seconds) -> Seconds:
-        """Experts and exchange of a layer; `tokens` is the number on the fullest GPU."""
+        """Seconds of experts and exchange of a layer; `tokens` is the number on the fullest GPU."""
         return self._of(self.experts, tokens) + self._of(self.exchange, tokens)
 
     def _of(self, seconds: tuple[float, ...], tokens: Seconds) -> Seconds:
-        """Linear between points; beyond the last one, the last interval is extrapolated."""
+        """Interpolate linearly between points; beyond the last point, extrapolate the last interval."""
         axis = self.tokens
         slope = (seconds[-1] - seconds[-2]) / (axis[-1] - axis[-2])
         found: Seconds = np.interp(tokens, axis, seconds) + slope * np.maximum(tokens - axis[-1], 0)

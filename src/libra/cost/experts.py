@@ -1,8 +1,8 @@
-"""Load of expert ranks: how often tokens choose each expert, where each expert is, and how full the fullest rank is.
+"""Load of expert ranks: frequencies of experts, their placement, and the load of the fullest rank.
 
-Invariant: every token goes to `active` different experts of a layer, so no expert has more than 1 / `active` of all
-copies of tokens; replicas of an expert share its tokens evenly. Placement is vLLM's: ranks hold consecutive experts at
-first, and its balancer (`vllm.distributed.eplb`, after DeepSeek's EPLB) moves and replicates them.
+Invariant: every token goes to `active` different experts of a layer, so no expert gets more than 1 / `active` of all
+copies of tokens. Replicas of an expert share its tokens evenly. Placement is vLLM's: ranks first hold consecutive
+experts, and vLLM's balancer (`vllm.distributed.eplb`, after DeepSeek's EPLB) moves and replicates experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ Placement = NDArray[np.int64]  # [layers, slots]: which expert each slot holds; 
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """vLLM's `eplb_config`: every `step_interval` iterations, experts move by the load of the last `window_size`."""
+    """vLLM's `eplb_config`: every `step_interval` iterations, experts move according to the load of the last
+    `window_size` iterations.
+    """
 
     num_redundant_experts: int = 0
     window_size: int = 1000
@@ -33,8 +35,9 @@ class Balancing:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
 
     def moves(self, iteration: int) -> int:
-        """Number of moves of experts before `iteration`, which counts from 0. vLLM starts its count at three quarters
-        of an interval."""
+        """Number of expert moves before `iteration`, counted from 0. vLLM starts its counter at three quarters of an
+        interval.
+        """
         return (iteration + self._ahead) // self.step_interval
 
     def moved_at(self, moves: int) -> int:
@@ -51,10 +54,11 @@ class Balancing:
 
 
 def power_law(experts: int, active: int, exponent: float, layers: int, seed: int) -> Shares:
-    """Shares by a power law: that of the i-th most frequent expert is proportional to i ** -exponent, at most
-    1 / `active`. The order of the experts is drawn for each layer. Exponent 0: all shares are equal."""
+    """Shares by a power law: the share of the i-th most frequent expert is proportional to i ** -exponent, and at most
+    1 / `active`. The order of the experts is drawn for each layer. Exponent 0: all shares are equal.
+    """
     if not 0 <= exponent < 100:
-        raise ValueError(f"power_law is {exponent}; give 0, where all experts are alike, or more")
+        raise ValueError(f"power_law is {exponent}; give 0 (all experts are equally frequent) or more")
     ranked = _capped(np.arange(1, experts + 1, dtype=float) ** -exponent, active)
     if exponent == 0:
         return np.tile(ranked, (layers, 1))
@@ -63,8 +67,9 @@ def power_law(experts: int, active: int, exponent: float, layers: int, seed: int
 
 
 def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layers: int) -> Shares:
-    """Shares by counts of how often tokens chose each expert: a row for each layer, or one for all. Raises ValueError
-    that begins with `frequencies`."""
+    """Shares from counts of the tokens that chose each expert: a row for each layer, or one row for all layers. Raises
+    ValueError that begins with `frequencies`.
+    """
     if len(counts) not in (1, layers):
         raise ValueError(f"frequencies are {len(counts)} rows; give 1 or {layers} of {experts} counts each")
     for place, row in enumerate(counts):
@@ -72,7 +77,7 @@ def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layer
             raise ValueError(f"frequencies.{place} has {len(row)} counts; give {experts}, one for each expert")
     table = np.array(counts, dtype=float)
     if not (np.isfinite(table).all() and (table >= 0).all() and (np.count_nonzero(table, axis=1) >= active).all()):
-        raise ValueError(f"frequencies: in each row {active} experts or more have a count, and none is negative")
+        raise ValueError(f"frequencies: give counts of 0 or more, with {active} or more experts above 0 in each row")
     shares: Shares = np.stack([_capped(row, active) for row in table])
     return shares if len(shares) == layers else np.tile(shares, (layers, 1))
 
@@ -97,8 +102,9 @@ def fullness(shares: Shares, placement: Placement, ranks: int) -> Shares:
 
 
 def rebalanced(load: Shares, placement: Placement, ranks: int) -> Placement:
-    """The placement for this load: the most loaded experts get replicas, a greedy packing evens out the ranks, and an
-    expert that stays on a rank keeps its slot."""
+    """The placement for this load: the most loaded experts get replicas, a greedy packing balances the ranks, and an
+    expert that stays on a rank keeps its slot.
+    """
     slots = placement.shape[1]
     replicas, counts = _replicated(load, slots)
     packed = _packed(np.take_along_axis(load / counts, replicas, axis=1), ranks)
@@ -119,7 +125,7 @@ def arrivals(before: Placement, after: Placement, ranks: int) -> NDArray[np.int6
 
 
 def _capped(weights: Shares, active: int) -> Shares:
-    """Shares in proportion to the weights, none above 1 / `active`."""
+    """Shares in proportion to the weights, each at most 1 / `active`."""
     most = 1 / active
     shares: Shares = weights / weights.sum()
     while (over := shares > most * (1 + 1e-12)).any():
@@ -166,7 +172,9 @@ def _packed(load: Shares, ranks: int) -> Placement:
 
 
 def _kept_in_place(after: Placement, before: Placement, ranks: int) -> Placement:
-    """The same experts on each rank: those that were there keep their slots, others fill the rest in order."""
+    """The same experts on each rank, reordered: experts that stay keep their slots, and new experts fill the free
+    slots.
+    """
     each, kept = after.shape[1] // ranks, after.copy()
     for layer in range(len(after)):
         for start in range(0, after.shape[1], each):

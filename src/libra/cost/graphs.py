@@ -15,9 +15,12 @@ GraphKind = Literal["FULL", "PIECEWISE", "NONE"]  # one graph, one between every
 def capture_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, *, most: int = 512, tokens_each: int = 1
 ) -> tuple[int, ...]:
-    """The sizes for which vLLM captures CUDA graphs by default: 1, 2, 4, 8 to 248 by 8, then by 16, up to twice
-    `max_num_seqs` and to `most` (1,024 on Blackwell), and `max_num_seqs` itself. With drafts, a decoding request has
-    `tokens_each` tokens: `tokens_each` times these sizes are captured too, and all are multiples of it."""
+    """The sizes for which vLLM captures CUDA graphs by default.
+
+    They are 1, 2, 4, 8 to 248 by 8, then by 16, up to twice `max_num_seqs` and at most `most` (1,024 on Blackwell), and
+    `max_num_seqs` itself. With drafts, a decoding request has `tokens_each` tokens: `tokens_each` times these sizes are
+    captured too, and all sizes are multiples of `tokens_each`.
+    """
     largest = min(2 * max_num_seqs * tokens_each, most)
     counts = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
     sizes = counts | {max_num_batched_tokens}
@@ -40,8 +43,9 @@ def padded(tokens: int, sizes: tuple[int, ...]) -> int:
 def graph_of(
     tokens: int, sizes: tuple[int, ...], max_num_seqs: int, mode: CudagraphMode, *, uniform: bool, tokens_each: int = 1
 ) -> tuple[GraphKind, int]:
-    """The kind of graph and its size in tokens. In a `uniform` batch every request decodes, all with the same number
-    of tokens."""
+    """The kind of graph and its size in tokens. In a `uniform` batch, all requests decode with the same number of
+    tokens.
+    """
     if mode == "NONE" or not sizes or tokens > sizes[-1]:
         return "NONE", tokens
     size = padded(tokens, sizes)

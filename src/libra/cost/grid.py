@@ -1,10 +1,10 @@
 """Iteration times of engines of one model on one GPU, as a piecewise-linear grid.
 
-Invariant: planner and simulator read the same grid, whatever its source (tables, calibration, roofline), which its
-profile names. Times are linear between grid points along each axis. Outside, the nearest interval is extrapolated: down
-to 1 sequence or new token and to 0 of the others, and up to four times the last point. A grid that reaches a negative
-time there is refused: measured tables decrease in places. Memory is not checked here: a grid has times for batches that
-no KV cache holds.
+Invariant: planner and simulator read the same grid; its profile names the source (tables, calibration, roofline). Times
+are linear between grid points along each axis. Outside the grid, the nearest interval is extrapolated: down to 1
+sequence or new token, to 0 tokens of context or prefix, and up to four times the last point. A grid whose extrapolated
+times become negative is refused, since measured tables decrease in places. The grid does not check memory: it also has
+times for batches that exceed every KV cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BEYOND = 4  # times the last point of an axis, as far as a grid goes
 
 @dataclass(frozen=True, slots=True)
 class EngineGrid:
-    """One tensor-parallel degree. Axes are in rising order, with two points or more."""
+    """Times of one tensor-parallel degree. Axes rise, and have two or more points."""
 
     tp: int
     batches: tuple[int, ...]  # sequences that decode together
@@ -56,7 +56,7 @@ class EngineGrid:
         _require_table("prefill", self.chunks, self.prefixes, self.prefill)
 
     def slowed(self, factor: float) -> EngineGrid:
-        """The grid of an engine that takes `factor` times as long for everything."""
+        """The grid of an engine for which all work takes `factor` times as long."""
         decode, prefill = (
             tuple(tuple(factor * seconds for seconds in row) for row in table) for table in (self.decode, self.prefill)
         )
@@ -66,20 +66,20 @@ class EngineGrid:
 
     @property
     def most_sequences(self) -> int:
-        """Sequences of the largest batch that has a time."""
+        """Largest batch with a time, in sequences."""
         return _BEYOND * self.batches[-1]
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the largest chunk that has a time."""
+        """Largest chunk with a time, in tokens."""
         return _BEYOND * self.chunks[-1]
 
     def decode_seconds(self, batch: float, context: float) -> float:
-        """One iteration in which `batch` >= 1 sequences that hold `context` tokens each generate one token each."""
+        """Seconds of an iteration in which `batch` >= 1 sequences of `context` tokens generate one token each."""
         return _interpolate(self.batches, self.contexts, self.decode, batch, context)
 
     def prefill_seconds(self, chunk: float, prefix: float) -> float:
-        """Prefill of `chunk` >= 1 new tokens of one sequence, after `prefix` tokens that are cached."""
+        """Seconds to prefill `chunk` >= 1 new tokens of a sequence after `prefix` cached tokens."""
         return _interpolate(self.chunks, self.prefixes, self.prefill, chunk, prefix)
 
     def decode_seconds_at(self, batches: ArrayLike, contexts: ArrayLike) -> Array:
@@ -109,7 +109,7 @@ class EngineProfile:
             raise ValueError("EngineProfile.engines differ in terms or host; give all degrees the same")
 
     def grid(self, tp: int) -> EngineGrid:
-        """The grid of one degree. Raises ValueError if there is none."""
+        """The grid of one degree. Raises ValueError if the profile lacks it."""
         for grid in self.engines:
             if grid.tp == tp:
                 return grid
@@ -128,12 +128,12 @@ class EngineProfile:
         return self.engines[0].terms
 
     def beside(self, host: HostCost, terms: KernelTerms) -> EngineProfile:
-        """The same kernels with this host and these corrections."""
+        """The profile with the same kernels, this host and these corrections."""
         return replace(self, engines=tuple(replace(grid, host=host, terms=terms) for grid in self.engines))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON: equal if and only if all numbers and names are."""
+        """SHA-256 of the canonical JSON, equal only for profiles with equal numbers and names."""
         values = asdict(self)
         for grid in values["engines"]:  # profiles without these parts keep the digest of versions without them
             for part, nothing in (("terms", NO_TERMS), ("host", NO_HOST)):
@@ -208,7 +208,7 @@ def _weights(axis: tuple[int, ...], at: ArrayLike) -> Array:
 
 
 def linear_layers(grid: EngineGrid, most: int) -> Array:
-    """[tokens] seconds of linear layers and all other work on single tokens, for 0 to `most` tokens."""
+    """[tokens] seconds of linear layers and other work per token, for 0 to `most` tokens."""
     chunk, far, near = grid.chunks[-1], grid.prefixes[-1], grid.prefixes[0]
     pair = (grid.prefill_seconds(chunk, far) - grid.prefill_seconds(chunk, near)) / (chunk * (far - near))
     tokens = np.arange(1, most + 1)

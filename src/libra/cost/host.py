@@ -1,12 +1,13 @@
 """Host overhead: CPU time that an engine's iterations take in addition to the kernels of tables and rooflines.
 
-Invariant: a host belongs to a machine and a version of the engine, not to a GPU, and its source says which. A part that
-is 0 leaves every price unchanged, to the bit.
+Invariant: a host belongs to a machine and a version of the engine, not to a GPU; its source names both. A part that is
+0 leaves every price exactly unchanged.
 
-An iteration takes the host's work before and after it, and in between the longer of the kernels and their launches.
-CUDA graphs shorten launching. A batch that only decodes is one graph; a batch with prefill is a graph between every two
-attentions ("piecewise") up to the largest captured size; beyond that every kernel is launched by itself ("eager"). A
-batch with a graph is padded to its size. These are vLLM's rules for `cudagraph_mode` FULL_AND_PIECEWISE, its default.
+An iteration takes the host's work before and after it, plus the longer of the kernels and their launches. CUDA graphs
+make launches shorter. A batch that only decodes is one graph. A batch with prefill is one graph between every two
+attentions ("piecewise"), up to the largest captured size; above this size, every kernel is launched separately
+("eager"). A batch is padded to the size of its graph. These are vLLM's rules for `cudagraph_mode` FULL_AND_PIECEWISE,
+its default.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class HostCost:
 
     @property
     def admits(self) -> bool:
-        """Whether admissions have a price."""
+        """Whether admissions cost time."""
         return bool(self.admission or self.context_token or self.cached_token)
 
     def slowed(self, factor: float) -> HostCost:
-        """The host that takes `factor` times as long for everything."""
+        """The host with all times multiplied by `factor`."""
         seconds = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.type == "float"}
         return replace(self, **seconds)
 
@@ -61,15 +62,17 @@ class HostCost:
         return self.iteration + self.request * requests
 
     def admitting(self, requests: int, tokens: int, cached: int) -> float:
-        """Further CPU seconds to admit `requests` requests with `tokens` tokens of context, `cached` of them cached."""
+        """Additional CPU seconds to admit `requests` requests with `tokens` tokens of context, of which `cached` are
+        cached.
+        """
         return self.admission * requests + self.context_token * tokens + self.cached_token * cached
 
     def beside(self, device: float, cpu: float) -> float:
-        """Seconds of an iteration that takes `device` seconds on the GPU and `cpu` seconds on the host."""
+        """Seconds of an iteration with `device` seconds on the GPU and `cpu` seconds on the host."""
         return max(device, cpu) if self.overlapped else device + cpu
 
     def launching(self, kind: GraphKind) -> float:
-        """Least device seconds of an iteration, by the kind of its graph."""
+        """Minimum device seconds of an iteration, by the kind of its graph."""
         return {"FULL": 0.0, "PIECEWISE": self.piecewise, "NONE": self.eager}[kind]
 
 
@@ -86,7 +89,7 @@ _NORMED, _PLAIN = 12, 10
 
 
 def named_host(name: str, layers: int, plain: int = 0) -> HostCost:
-    """The host of this name for a model of `layers` layers, see `default_host`."""
+    """The host of this name for a model of `layers` layers; see `default_host`."""
     if name == "default":
         return default_host(layers, plain)
     factor = NAMED_HOSTS[name]
@@ -95,9 +98,10 @@ def named_host(name: str, layers: int, plain: int = 0) -> HostCost:
 
 
 def default_host(layers: int, plain: int = 0) -> HostCost:
-    """The host of a model of `layers` layers where none was measured: vLLM 0.26 on a machine with an H100, synchronous
-    scheduling, by the grid of Qwen3-8B. Launching takes time in proportion to the layers. Without graphs it does in
-    proportion to their operations: `plain` layers have no norms of queries and keys."""
+    """The host of a model of `layers` layers without a measured host: vLLM 0.26 on a machine with an H100, with
+    synchronous scheduling, from the grid of Qwen3-8B. Launch times are proportional to the layers, and without graphs
+    also to the operations per layer; `plain` layers have no norms of queries and keys.
+    """
     return HostCost(
         iteration=SERVING * 2.0e-3,
         request=20e-6,
@@ -106,5 +110,5 @@ def default_host(layers: int, plain: int = 0) -> HostCost:
         cached_token=0.20e-6,
         piecewise=SERVING * _PIECEWISE_LAYER * layers,
         eager=SERVING * _EAGER_LAYER * (layers - plain * (1 - _PLAIN / _NORMED)),
-        source="default: vLLM 0.26 beside an H100, by layers",
+        source="default: vLLM 0.26 on a host with an H100, by layers",
     )

@@ -1,16 +1,17 @@
-"""Corrections of kernel tables, which time one kind of work at a time, on even batches without sharing.
+"""Corrections of kernel tables, which contain times of one kind of work, for even batches without shared blocks.
 
-Invariant: terms correct the kernels of one source; terms that correct nothing leave every price unchanged, to the bit.
+Invariant: terms correct the kernels of one source. Neutral terms leave every price exactly unchanged.
 
-- Uneven contexts in a batch: decode attention waits for its longest ones. They count as if the batch had more context,
-in proportion to the number of requests times the standard deviation of their contexts. - Contexts that share blocks:
-after one request reads a block, the others find it in the L2 cache. - Prefill and decode together: all tokens of an
-iteration pass through its linear layers as in one prefill. - Experts: tables assume that tokens choose them by a power
-law; with random weights all are equally frequent, and trained routers lie between. `decode` scales what a decode of a
-mixture of experts takes without its context. - With prefill in an iteration, attention is not divided along a context:
-one multiprocessor reads the longest context from end to end, however few tokens attend to it. Work that is shared out
-like this takes at most its even share plus its longest piece (Graham 1969, Bounds on Multiprocessing Timing Anomalies,
-theorem 1).
+- Uneven contexts in a batch: decode attention waits for the longest contexts. The batch counts as having more context,
+in proportion to the number of requests times the standard deviation of their contexts.
+- Contexts that share blocks: after one request has read a block, other requests find it in the L2 cache.
+- Prefill and decode together: all tokens of an iteration pass through the linear layers as in one prefill.
+- Experts: tables assume that tokens choose experts by a power law. With random weights all experts are equally
+frequent, and trained routers lie in between. `decode` scales the time of a mixture-of-experts decode without its
+context.
+- Prefill in an iteration: attention is not divided along a context, so one multiprocessor reads the longest context
+completely, however few tokens attend to it. Work divided in this way takes at most its even share plus its longest
+piece (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 1).
 """
 
 from __future__ import annotations
@@ -36,15 +37,19 @@ class KernelTerms:
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"KernelTerms.{field.name} is {value}; give a finite number, 0 or more")
         if self.shared >= 1:
-            raise ValueError(f"KernelTerms.shared is {self.shared}; a token that is read costs something: less than 1")
+            raise ValueError(
+                f"KernelTerms.shared is {self.shared}; give less than 1, because reading a token takes time"
+            )
 
     def slowed(self, factor: float) -> KernelTerms:
-        """The terms of kernels that take `factor` times as long: all but `longest` are ratios."""
+        """The terms of kernels that take `factor` times as long. Only `longest` changes, since the other terms are
+        ratios.
+        """
         return replace(self, longest=factor * self.longest)
 
     @property
     def uneven(self) -> bool:
-        """Whether prices depend on how even the contexts of a batch are, or on what they share."""
+        """Whether prices depend on the spread of the contexts of a batch, or on shared blocks."""
         return bool(self.spread or self.shared or self.longest)
 
 

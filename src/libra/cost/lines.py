@@ -1,6 +1,6 @@
-"""Straight lines that stand for times of an engine: fitted to measured samples, or from below to a grid.
+"""Linear models of engine times: fitted to measured samples, or lower bounds of a grid.
 
-Invariant: no coefficient is negative, since no work takes negative time. The reported error is that of held-out
+Invariant: no coefficient is negative, since no work takes negative time. The reported error is the error on held-out
 samples.
 """
 
@@ -41,13 +41,16 @@ def fit_linear(features: Sequence[Sequence[float]], seconds: Sequence[float]) ->
 
 
 def non_negative(rows: Array, times: Array) -> Array:
-    """The coefficients (k) that make rows [samples, k] the times (samples, above 0) with least relative error."""
+    """The coefficients (k) for which rows [samples, k] give the times (samples, above 0) with the least relative
+    error.
+    """
     return least_squares(rows / times[:, None], np.ones(len(times)))
 
 
 def least_squares(scaled: Array, wanted: Array) -> Array:
-    """The coefficients (k), none of them negative, that bring the rows `scaled` [samples, k] nearest to `wanted`:
-    Lawson and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23)."""
+    """Non-negative coefficients (k) for which the rows `scaled` [samples, k] are nearest to `wanted`, by Lawson and
+    Hanson's active set method (Solving Least Squares Problems, 1974, ch. 23).
+    """
     lengths = np.linalg.norm(scaled, axis=0)
     lengths[lengths == 0] = 1.0
     scaled = scaled / lengths  # columns of unit length: the tolerances below mean the same for every feature
@@ -76,10 +79,10 @@ def least_squares(scaled: Array, wanted: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class IterationLine:
-    """Seconds of a decode iteration, from below: `step + per_sequence*b + per_context_token*S`.
+    """Lower bound on the seconds of a decode iteration: `step + per_sequence*b + per_context_token*S`.
 
-    `b` sequences decode in it and hold `S` tokens together. No coefficient is negative: `step` may be divided by
-    the most sequences, or the most tokens, that an iteration can have, and the result is a lower bound.
+    `b` sequences decode in the iteration and hold `S` tokens together. No coefficient is negative, so `step` divided by
+    the largest number of sequences, or of tokens, in an iteration gives a lower bound, too.
     """
 
     step: float
@@ -95,14 +98,16 @@ def iteration_lines(
     kv_tokens: float | None = None,
     pieces: int = 3,
 ) -> tuple[IterationLine, ...]:
-    """A few affine lower bounds, as tight as possible, of a decode iteration with up to `max_num_seqs` sequences.
+    """A few tight affine lower bounds of a decode iteration with up to `max_num_seqs` sequences.
 
-    They hold, to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context lies in `contexts` (default: the
-    grid's range), as far as `kv_tokens` can hold the batch. A bilinear function less a multiple of b*context is least
-    in a corner of its cell, and all corners are checked. All b share one slope over tokens: of the slopes between two
-    contexts of one batch, the one whose lines stay closest to the points. The remainder at each b is the least over the
-    contexts, and the lines are edges of the lower convex hull of the remainders over b. They are loose where times are
-    not convex in b, or not linear in context: give `contexts` and `kv_tokens` for tight bounds.
+    The bounds hold, up to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context is in `contexts`
+    (default: the grid's range), if `kv_tokens` can hold the batch. A bilinear function minus a multiple of b*context
+    has its minimum in a corner of the cell, and all corners are checked.
+
+    All b share one slope over tokens, chosen among the slopes between two contexts of one batch: the slope whose lines
+    stay closest to the points. The remainder at each b is the minimum over the contexts, and the lines are edges of the
+    lower convex hull of the remainders over b. Bounds are loose if times are not convex in b or not linear in context:
+    give `contexts` and `kv_tokens` for tight bounds.
     """
     if max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {max_num_seqs}; set it to 1 or more")
@@ -136,10 +141,11 @@ def iteration_lines(
 
 @dataclass(frozen=True, slots=True)
 class PrefillLine:
-    """Seconds to prefill, full chunk by full chunk: `per_token*p + per_token_context*C`.
+    """Seconds to prefill in full chunks: `per_token*p + per_token_context*C`.
 
-    `p` tokens are new and `C` is the sum over them of the tokens before each: p new tokens after c cached ones have
-    `C = p * (c + p/2)`. `error` is the largest relative error of a full chunk on the prefixes it was fitted to.
+    `p` is the number of new tokens, and `C` the sum, over these tokens, of the number of earlier tokens: p new tokens
+    after c cached ones have `C = p * (c + p/2)`. `error` is the largest relative error of a full chunk on the fitted
+    prefixes.
     """
 
     per_token: float
@@ -150,8 +156,8 @@ class PrefillLine:
 def prefill_line(grid: EngineGrid, chunk: int) -> PrefillLine:
     """The price of prefill in chunks of `chunk` tokens (an engine's `max_num_batched_tokens`).
 
-    Non-negative least squares of relative errors over the grid's prefixes. A last chunk that is not full costs more
-    than this, unless other sequences fill its iteration, as continuous batching does.
+    Fitted by non-negative least squares of relative errors over the grid's prefixes. A last chunk that is not full
+    costs more, unless other sequences fill its iteration, as in continuous batching.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; set it to 1 or more")
@@ -173,10 +179,11 @@ def _axis(points: tuple[int, ...], low: float, high: float) -> Array:
 
 
 def _common_slope(tokens: Array, seconds: Array, held: NDArray[np.bool_]) -> float:
-    """Slope over tokens of lines below all held points of [batch, context], an intercept for each batch.
+    """Slope over tokens of lines below all held points of [batch, context], with an intercept for each batch.
 
-    Of the slopes between two points of a batch, the one whose lines stay closest to the points, by the mean relative
-    distance. None exceeds the seconds per token of any point, or an intercept would be negative.
+    Among the slopes between two points of a batch, it is the slope whose lines stay closest to the points, by the mean
+    relative distance. The slope never exceeds the seconds per token of a point, since an intercept would then be
+    negative.
     """
     most = np.min((seconds / tokens)[held])
     first, second = np.triu_indices(tokens.shape[1], 1)
@@ -189,10 +196,11 @@ def _common_slope(tokens: Array, seconds: Array, held: NDArray[np.bool_]) -> flo
 
 
 def hull_lines(x: Array, y: Array, pieces: int) -> list[tuple[float, float]]:
-    """(intercept, slope) of up to `pieces` lines below the points, none with a negative intercept or slope.
+    """Non-negative (intercept, slope) of up to `pieces` lines below the points.
 
-    Of the edges of the lower convex hull, the last always counts: it is what a full batch pays. The others are added
-    one by one, each where it lifts the largest relative distance to a point the most. `y` must not fall.
+    The lines are edges of the lower convex hull. The last edge is always used, since it is the price of a full batch.
+    Others are added one by one: each time the edge that most reduces the largest relative distance to a point. `y` must
+    not decrease.
     """
     hull = [0]
     for index in range(1, len(x)):

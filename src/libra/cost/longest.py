@@ -1,7 +1,7 @@
-"""The longest trajectory of a step, from trajectories that stand for all of them.
+"""Expected longest trajectory of a step, computed from members that represent all trajectories.
 
-Invariant: an expected maximum is over members, each with its own tokens and tool seconds, never over means. So it grows
-with every token and second of any member, and is convex in the factor that slows generation.
+Invariant: an expected maximum is over members, each with its own tokens and tool seconds, never over means. So it
+increases with every token and second of any member, and is convex in the factor that slows generation.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-_CERTAIN = 30.0  # mean draws of each seen trajectory; the longest is missed with a probability of 1e-13
+# Limit on mean draws of a seen trajectory; at this limit, the longest is missed with a probability of 1e-13.
+_CERTAIN = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSeconds:
-    """Seconds of the members of all classes on one engine: generation, which others slow, and tools."""
+    """Seconds of the members of all classes on one engine: tools, and generation, which other sequences slow down."""
 
     of_class: Ints  # [member]
     shares: Floats  # [member] of all trajectories
@@ -38,7 +39,7 @@ class MemberSeconds:
 
     @classmethod
     def of(cls, timing: EngineTiming, classes: Sequence[TrajectoryClass], together: Sequence[float] = ()) -> Self:
-        """The members of `classes`. `together`: sequences that decode together, for each class; default: 1."""
+        """The members of `classes`. `together`: number of sequences that decode together, per class; default: 1."""
         each = [own_members(it) for it in classes]
         counts = [len(its) for its in each]
         share, generated, prefill, turns, tools = np.array([row for its in each for row in its]).T
@@ -57,7 +58,7 @@ class MemberSeconds:
         return cls(of_class, share * by_member([it.share for it in classes]), generates, tools, seen)
 
     def more(self, generates: Sequence[float] = (), waits: Sequence[float] = ()) -> Self:
-        """Add the further seconds of its class to each member."""
+        """Add the seconds of its class to each member."""
         return replace(
             self,
             generates=self.generates + (np.array(generates)[self.of_class] if generates else 0.0),
@@ -68,20 +69,19 @@ class MemberSeconds:
         return replace(self, generates=factors.generation * self.generates)
 
     def means(self, classes: int) -> list[float]:
-        """[class] seconds of its trajectories, tools included."""
+        """[class] mean seconds of the trajectories, including tools."""
         total = np.bincount(self.of_class, self.shares * (self.generates + self.waits), classes)
         shares = np.bincount(self.of_class, self.shares, classes)
         found: list[float] = np.divide(total, shares, out=np.zeros(classes), where=shares > 0).tolist()
         return found
 
     def longest(self, draws: float, slowed: float = 1.0) -> tuple[float, ...]:
-        """[class] expected seconds of the longest among `draws` trajectories, counting only classes up to each one.
-        Generation takes `slowed` times as long.
+        """[class] expected seconds of the longest among `draws` trajectories of the classes up to this one.
 
-        Drawn without replacement, each of the `seen` trajectories is among them with a probability of draws / seen. The
-        mean of the longest over all such draws is an unbiased estimate for new trajectories, whatever their
-        distribution (Hoeffding 1948); with replacement it would be too short. More draws than `seen` give the longest
-        seen; the tail beyond it is not known.
+        Generation takes `slowed` times as long. Draws are without replacement, so each of the `seen` trajectories is
+        drawn with a probability of draws / seen. The mean of the longest over all such draws is an unbiased estimate
+        for new trajectories of any distribution (Hoeffding 1948); draws with replacement would give too small a value.
+        More draws than `seen` give the longest seen trajectory, since the tail beyond it is unknown.
         """
         ratio = draws / self.seen if self.seen else 0.0
         # Mean of the Poisson distribution that is 0 with a probability of 1 - ratio.
@@ -91,16 +91,16 @@ class MemberSeconds:
 
 
 def own_members(cls: TrajectoryClass) -> tuple[Member, ...]:
-    """The members of a class; its mean if it has none."""
+    """The members of a class; without members, its mean as one member."""
     return cls.members or (Member(1.0, cls.generated, cls.prefill, cls.turns, cls.tool_seconds),)
 
 
 def longest_upto(seconds: Floats, draws: Floats, of_class: Ints) -> tuple[float, ...]:
-    """[class] expected seconds of the longest of all draws from members of the classes up to each one.
+    """[class] expected seconds of the longest of all draws from members of the classes up to this one.
 
-    The number of draws of a member is Poisson with the mean `draws`. So the longest is above x unless none above x is
-    drawn, and its mean is the integral of 1 - exp(-D(x)), where D(x) draws are expected above x. A step without any has
-    a longest of 0 seconds.
+    The number of draws of a member is Poisson with the mean `draws`. The longest exceeds x unless no member above x is
+    drawn. So its mean is the integral of 1 - exp(-D(x)), where D(x) is the expected number of draws above x. A step
+    without draws counts as 0 seconds.
     """
     order = np.argsort(-seconds, kind="stable")
     classes = np.arange(int(of_class.max()) + 1)

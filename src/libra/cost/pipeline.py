@@ -1,10 +1,10 @@
-"""Seconds of a pipeline whose micro-batches differ: 1F1B, plain or interleaved.
+"""Seconds of a pipeline with different micro-batches: 1F1B, plain or interleaved.
 
-Invariant: each device runs its operations in one order, that of Megatron-LM; each starts when the device is free and
-its input is there. Times are seconds.
+Invariant: each device runs its operations in the order of Megatron-LM. An operation starts when the device is free and
+its input has arrived. Times are seconds.
 
-Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2. For equal stages and micro-batches the idle share is (p - 1) / (v m
-+ p - 1), where each of p devices has v parts of the model; relative to the busy time, (p - 1) / (v m).
+Source: Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2. For equal stages and micro-batches the idle share is (p - 1)
+/ (v m + p - 1), where each of p devices has v parts of the model; relative to the busy time, (p - 1) / (v m).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from functools import lru_cache
 def pipeline_seconds(
     forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], virtual: int = 1
 ) -> float:
-    """Seconds from the first forward to the last backward. `forward` and `backward` are [part][micro-batch], parts in
-    the order of the model; of p devices, the first has parts 0, p, 2 p, ..., `virtual` in all.
+    """Seconds from the first forward to the last backward.
 
-    Forwards alone (log-probabilities) are the case of zero backwards. Sending is part of the seconds given. With more
-    than one part there is a multiple of `p` micro-batches.
+    `forward` and `backward` are [part][micro-batch], with parts in the order of the model. The first of p devices has
+    the `virtual` parts 0, p, 2 p, .... For forwards alone (log-probabilities), give backwards of 0 seconds. The given
+    seconds include sending. With more than one part per device, the number of micro-batches is a multiple of p.
     """
     parts = len(forward)
     if parts == 0 or not forward[0]:
-        raise ValueError("there is no stage or no micro-batch; a pipeline has at least one of each")
+        raise ValueError("there is no stage or no micro-batch; give one or more of both")
     count, devices = len(forward[0]), parts // virtual
     if len(backward) != parts or any(len(row) != count for row in (*forward, *backward)):
         raise ValueError(f"forward is {parts} x {count}; give every stage as many forwards as backwards")
     if virtual > 1 and (parts % virtual or count % devices):
         raise ValueError(
             f"{parts} parts and {count} micro-batches are not multiples of {virtual} virtual stages and {devices}"
-            " devices: give each device as many parts, and each part whole turns of micro-batches"
+            " devices: give all devices the same number of parts, and a number of micro-batches that the devices divide"
         )
     orders = [_order(device, devices, virtual, count) for device in range(devices)]
     # Ends of forwards, then of backwards; below 0: not yet.
@@ -56,9 +56,10 @@ def pipeline_seconds(
 
 @lru_cache(maxsize=4096)
 def _order(device: int, devices: int, virtual: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Operations of one device as (row, micro-batch): a micro-batch passes the rows one after the other, parts forward
-    and then backward. The device runs some forwards ahead, then one forward and one backward in turn, then the other
-    backwards. Interleaved, parts of `devices` micro-batches take turns."""
+    """Operations of one device as (row, micro-batch). Rows are the forward parts, then the backward parts, in the order
+    of a micro-batch. The device first runs some forwards, then alternates one forward and one backward, then runs the
+    remaining backwards. Interleaved, parts of `devices` micro-batches alternate.
+    """
     parts, total = devices * virtual, count * virtual
     group = devices if virtual > 1 else 1
 

@@ -1,8 +1,8 @@
-"""Types in which an engine stores weights and KV and computes matrix products.
+"""Types in which an engine stores weights and KV, and computes matrix products.
 
-Invariant: memory, transfers and times use the same bytes. Names are vLLM's: `quantization`, for weights, and
-`kv_cache_dtype`. An engine without a `quantization` stores weights as the checkpoint does; one that names the
-checkpoint's own keeps the matrices that the checkpoint keeps.
+Invariant: memory, transfers and times use the same bytes. Names are vLLM's: `quantization` for weights, and
+`kv_cache_dtype`. An engine without `quantization` stores weights in the checkpoint's format. With the checkpoint's own
+format as `quantization`, the same matrices keep 16 bits as in the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KV_FORMATS: Mapping[str, NumberFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantization settings of one engine. Raises ValueError that begins with the key of an unknown name."""
+    """Quantization settings of one engine. Raises ValueError for an unknown name, starting with the key."""
 
     quantization: str | None = None  # None: as the checkpoint stores weights
     kv_cache_dtype: str = "auto"  # auto: what the checkpoint asks for, otherwise 16 bits
@@ -63,13 +63,15 @@ class Quantization:
         return own if own is not None and own.name == self.quantization else WEIGHT_FORMATS[self.quantization]
 
     def note(self, model: ModelSpec) -> str | None:
-        """A sentence on the engine's weights if the checkpoint names a type, which a key may replace; else None."""
+        """Note on the engine's weight format if the checkpoint is quantised; otherwise None. A key may replace the
+        checkpoint's format.
+        """
         own = model.stored
         if own is None:
             return None
         if self.weights(model) is own:
-            return f"engines store {model.name} as its checkpoint does: {own.described}"
-        return f"engines store {model.name} in {self.quantization}, as the key says; its checkpoint is {own.described}"
+            return f"engines store {model.name} in its checkpoint's format: {own.described}"
+        return f"engines store {model.name} in {self.quantization} (key quantization); its checkpoint: {own.described}"
 
     def kv_number(self, model: ModelSpec) -> NumberFormat:
         own = model.stored
@@ -88,16 +90,17 @@ class Quantization:
         """Reason why the model cannot be stored in this way; None if it can."""
         if self.weights(model).kept.only_experts and model.experts is None:
             return (
-                f"quantization is {self.weights(model).name}, which is of routed experts, and {model.name} has none:"
-                " take another one"
+                f"quantization is {self.weights(model).name}, which is for routed experts, but {model.name} has "
+                f"none: choose another"
             )
         if self.kv_number(model) == KV_FORMATS["nvfp4"] and model.latent:
-            return f"kv_cache_dtype is nvfp4, which is of keys and values; {model.name} has latent ones: take fp8"
+            return f"kv_cache_dtype is nvfp4, but {model.name} has latent vectors, not keys and values: choose fp8"
         return None
 
     def tp_refusal(self, model: ModelSpec, tp: int, routed: bool = True) -> str | None:
-        """Reason why `tp` devices cannot divide weights stored in square blocks that share a scale; None if they can.
-        Without `routed`, whole experts are on other devices."""
+        """Reason why `tp` devices cannot divide weights stored in square blocks with a shared scale; None if they can.
+        Without `routed`, routed experts are on other devices.
+        """
         stored = self.weights(model)
         block, own = stored.block, {it.kind for it in stored.own}
         if not block:
@@ -113,7 +116,7 @@ class Quantization:
                 widths.append(("shared experts", "shared", model.experts.shared_intermediate))
         for field, kind, width in widths:
             if stored.kept.of(kind) < 1 and kind not in own and width % (tp * block):
-                remedy = "take a smaller tp, or divide whole experts (ep)" if kind == "experts" else "take a smaller tp"
+                remedy = f"choose a smaller tp{', or expert parallelism (ep)' if kind == 'experts' else ''}"
                 return f"weight_block_size is {block}: tp {tp} cuts {field} {width:,} within a block; {remedy}"
         return None
 
@@ -149,7 +152,9 @@ class Quantization:
     # Products
 
     def faster(self, gpu: GPU, model: ModelSpec, kind: MatrixKind) -> float:
-        """Speed of the GPU's products with matrices of this kind, over bf16; 1 for matrices that keep 16 bits."""
+        """Speed of the GPU's products with matrices of this kind, relative to bf16; 1 for matrices that keep 16
+        bits.
+        """
         stored = self.weights(model)
         kept = stored.kept.of(kind)
         return 1 / (kept + (1 - kept) / record_of(gpu).faster.get(stored.product_of(kind), 1.0))

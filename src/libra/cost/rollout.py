@@ -1,13 +1,14 @@
-"""Cost of trajectories on rollout engines, in engine seconds (work) and in waiting (residence).
+"""Cost of trajectories on rollout engines: engine seconds (work) and elapsed seconds (residence).
 
-Invariant: every price is linear in the trajectories given to an engine, so shares of them add up. An engine is limited
-by its seats (sequences that decode together) or by KV memory. The tighter limit counts, under every affine lower bound
-of its iterations, so all of them are priced. `C / K` below means: C token-iterations of context, at most K of them in
-one iteration. If a step waits for its whole batch, all of it starts at once on empty engines, and the number of seats
-is no bound. An engine that generates in I iterations then takes `step * I + per_sequence * G + per_context_token * C`,
-where I is the number of tokens of its longest trajectory. So a batch takes the work of all its trajectories
-(`batch_work`), which engines share, plus that of its longest trajectory (`libra.cost.longest`), which they cannot
-share.
+Invariant: every price is linear in the trajectories given to an engine, so prices of shares add up. An engine is
+limited by `max_num_seqs`, the sequences that decode together, or by KV memory. The tighter limit counts, under each
+affine lower bound of the iterations, so all combinations are priced. `C / K` below means: C token-iterations of
+context, with at most K tokens in one iteration.
+
+If a step waits for its whole batch, the batch starts at once on empty engines, and `max_num_seqs` is no bound. An
+engine that generates in I iterations then takes `step * I + per_sequence * G + per_context_token * C`, where I is the
+number of tokens of its longest trajectory. So a batch takes the work of all its trajectories (`batch_work`), which
+engines share, plus the work of its longest trajectory (`libra.cost.longest`), which they cannot share.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from libra.cost.grid import EngineGrid
 from libra.cost.lines import IterationLine
 from libra.lengths import TrajectoryClass
 
-_NEAR = 0.05  # relative distance of lower bounds from the grid up to which there are no secants
+_NEAR = 0.05  # relative distance between lower bounds and grid up to which no secants are needed
 _EIGHTH = 8  # ratio between the ends of a secant
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTiming:
-    """Seconds of one engine: lower bounds of decode iterations, prefill, and further costs of each turn."""
+    """Seconds of one engine: lower bounds of decode iterations, prefill, and other costs of a turn."""
 
     lines: tuple[IterationLine, ...]  # each holds up to the number of seats that it was made for
     per_prefill_token: float
@@ -41,22 +42,22 @@ class EngineTiming:
 
 
 def measured_timing(cost: EngineCost) -> EngineTiming:
-    """The timing of an engine with iterations measured to be affine."""
+    """The timing of an engine whose measured iterations are affine."""
     line = IterationLine(cost.step, cost.per_sequence, cost.per_context_token)
     return EngineTiming((line,), cost.per_prefill_token, 0.0, cost.per_turn)
 
 
 def concurrency(max_num_seqs: int, in_flight: int, engines: int) -> int:
-    """Sequences, at least 1, that decode together on one of `engines` engines with `in_flight` trajectories open."""
+    """Sequences that decode together on one of `engines` engines with `in_flight` trajectories; at least 1."""
     return max(1, min(max_num_seqs, in_flight // engines))
 
 
 def work(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int) -> tuple[float, ...]:
-    """Lower bounds of engine seconds per trajectory: for each line, one by seats and one by memory.
+    """Lower bounds of engine seconds per trajectory: for each line, one bound by `max_num_seqs` and one by memory.
 
     With I iterations, the sum of `step + per_sequence*b + per_context_token*S` over them is `step*I + per_sequence*G +
-    per_context_token*C`. G tokens at most `max_num_seqs` at a time take I >= G / max_num_seqs iterations;
-    C at most K at a time take I >= C / K.
+    per_context_token*C`. Generating G tokens, at most `max_num_seqs` at a time, takes I >= G / max_num_seqs iterations.
+    Reading C tokens of context, at most K at a time, takes I >= C / K.
     """
     rows = []
     for line in timing.lines:
@@ -72,17 +73,17 @@ def work(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_token
 
 
 def prefill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
-    """Engine seconds to prefill a trajectory's prompt and tool returns, each once.
+    """Engine seconds to prefill a trajectory's prompt and tool returns once each.
 
-    They are spread over its growing context, so a prefilled token or an admitted turn has half the final context before
-    it on average.
+    They are spread over the growing context, so on average half of the final context precedes a prefilled token or an
+    admitted turn.
     """
     token, admission = prompt_seconds(timing, cls.mean_context)
     return cls.prefill * token + cls.turns * (admission - timing.per_turn)
 
 
 def prompt_seconds(timing: EngineTiming, final_context: float) -> tuple[float, float]:
-    """Engine seconds of each prefilled token, and of each turn, of a trajectory with this final context."""
+    """Engine seconds per prefilled token, and per turn, of a trajectory with this final context."""
     half = final_context / 2
     return (
         timing.per_prefill_token + timing.per_prefill_context * half,
@@ -91,19 +92,21 @@ def prompt_seconds(timing: EngineTiming, final_context: float) -> tuple[float, f
 
 
 def refill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
-    """Engine seconds to prefill the whole context of a trajectory again, at a random token of its generation."""
+    """Engine seconds to prefill a trajectory's whole context again, at a random moment of its generation."""
     context = cls.context_sum / cls.generated if cls.generated else 0.0
     return context * (timing.per_prefill_token + timing.per_prefill_context * context / 2)
 
 
 def seats_taken(cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int) -> float:
-    """Sequences of the class that decode together on an engine of `max_num_seqs` seats, as far as memory holds them."""
+    """Sequences of the class that decode together on an engine, limited by `max_num_seqs` and by memory."""
     context = cls.context_sum / cls.generated if cls.generated else 0.0
     return min(float(max_num_seqs), max(1.0, kv_tokens / context)) if context else float(max_num_seqs)
 
 
 def batch_work(timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, factors: BatchFactors) -> tuple[float, ...]:
-    """Engine seconds per trajectory of a batch that starts at once, for each line, without its longest trajectory."""
+    """Engine seconds per trajectory, for each line, in a batch that starts at once; without the work of the longest
+    trajectory.
+    """
     apart = factors.prefill * prefill_seconds(timing, cls) + timing.per_turn * cls.turns
     return tuple(
         factors.decode * (line.per_sequence * cls.generated + line.per_context_token * cls.context_sum)
@@ -121,12 +124,12 @@ def refills(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) -
 def secant_timings(
     timing: EngineTiming, grid: EngineGrid, most: int, contexts: tuple[float, float]
 ) -> tuple[EngineTiming, ...]:
-    """Timings, each near the grid for some numbers of sequences up to `most` >= 1; any of them may be used.
+    """Timings that are each close to the grid for some numbers of sequences up to `most` >= 1.
 
-    A mixture of experts reads more experts when there are more tokens, so its iterations are concave in the number of
-    sequences, and lower bounds are far from them. Each timing adds one secant at the mean context (the first of
-    `contexts`; the other is the longest): from `most` to an eighth of it, then from there to an eighth of that, and so
-    on. The cheapest timing is the nearest one. If lower bounds are near, there is only the timing itself.
+    A mixture of experts reads more experts with more tokens, so its iterations are concave in the number of sequences,
+    and lower bounds are far below. Each timing adds one secant at the mean context (the first of `contexts`; the second
+    is the longest). The first secant goes from `most` to an eighth of `most`, the next from there to an eighth again,
+    and so on. The cheapest timing is the closest. If the lower bounds are close, only the original timing is returned.
     """
     context, longest = contexts
     found = []

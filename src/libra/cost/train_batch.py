@@ -1,7 +1,7 @@
-"""The trajectories of one optimiser step in training: packed into micro-batches, and dealt to ranks.
+"""The trajectories of one optimiser step, packed into micro-batches and distributed over ranks.
 
-Invariant: all trajectories of the batch are in it, with their real lengths; packing never splits one. Counts are
-expected values and need not be whole numbers. Lengths are tokens.
+Invariant: a batch has all its trajectories with their real lengths, and packing never splits a trajectory. Counts are
+expected values, so they may be fractions. Lengths are tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra.lengths import TrajectoryClass
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Micro-batches, fullest trajectories first, as kinds that repeat."""
+    """Micro-batches as kinds with repetitions, with the longest trajectories first."""
 
     repeats: Array  # of each kind
     tokens: Array  # in one micro-batch of the kind
@@ -29,8 +29,9 @@ class Packed:
         return float(self.repeats.sum())
 
     def of_rank(self, ranks: int, count: int) -> tuple[Array, Array]:
-        """Tokens and keys of the `count` micro-batches that one of `ranks` ranks gets when they are dealt in turn. The
-        lightest are at both ends, where a pipeline fills and drains."""
+        """Tokens and keys of the `count` micro-batches of one of `ranks` ranks, which get micro-batches in turn. The
+        lightest are at both ends, where a pipeline fills and drains.
+        """
         position = (np.arange(count) + 0.5) * ranks
         kind = np.minimum(np.searchsorted(np.cumsum(self.repeats), position), len(self.repeats) - 1)
         heaviest_first = kind[np.argsort(-self.keys[kind], kind="stable")]
@@ -63,14 +64,15 @@ class Batch:
 
     @property
     def context_sum(self) -> float:
-        """Sum over all tokens of the keys each sees: n * (n + 1) / 2 for a causal sequence of n."""
+        """Sum, over all tokens, of the keys that the token sees: n * (n + 1) / 2 for a causal sequence of n."""
         return sum(_keys(length) * count for length, count in zip(self.lengths, self.counts, strict=True))
 
     def packed(self, micro_tokens: int) -> Packed:
-        """First fit decreasing into micro-batches of `micro_tokens`; a longer trajectory has one by itself.
+        """Pack by first fit decreasing into micro-batches of `micro_tokens`; a longer trajectory is a micro-batch by
+        itself.
 
-        Filling one micro-batch at a time with the longest that still fit gives the packing of first fit decreasing
-        (Johnson 1974), and the same filling repeats until too few of one of its lengths are left.
+        Filling one micro-batch at a time with the longest trajectories that still fit gives the same packing (Johnson
+        1974). The same filling repeats until one of its lengths runs out.
         """
         left = list(self.counts)
         repeats, tokens, keys = [], [], []
@@ -98,11 +100,11 @@ class Batch:
         return Packed(np.array(repeats), np.array(tokens), np.array(keys))
 
     def imbalance(self, ranks: Array, per_token: float, per_key: float) -> Array:
-        """Work of the most loaded rank over the mean, when trajectories are dealt whole and as evenly as possible.
+        """Work of the most loaded rank relative to the mean, with whole trajectories distributed as evenly as possible.
 
-        The larger of two lower bounds for any assignment: the longest trajectory; and, for k up to 3, the k + 1
-        shortest of the k * ranks + 1 longest, as k + 1 of those share a rank. Longest-first assignment comes close to
-        it (at most a third above the optimum, Graham 1969, SIAM J. Appl. Math. 17:2).
+        It is the larger of two lower bounds for any assignment. The first is the longest trajectory. The second, for k
+        up to 3, is the k + 1 shortest of the k * ranks + 1 longest trajectories, since some rank gets k + 1 of those.
+        Longest-first assignment comes close (at most a third above the optimum, Graham 1969, SIAM J. Appl. Math. 17:2).
         """
         work = np.array([per_token * length + per_key * _keys(length) for length in self.lengths])
         upto = np.cumsum(self.counts)

@@ -1,7 +1,7 @@
-"""Bytes of one device's memory that training takes, item by item.
+"""Device memory that training takes, item by item.
 
-Invariant: bytes are those of the fullest device at its fullest moment; nothing is divided by a degree that does not
-divide it. Sizes are bytes.
+Invariant: bytes are for the fullest device at its peak, and each item is divided only by degrees that divide it. Sizes
+are bytes.
 
 Sources. Model states: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), sec. 3.1 and 5. Activations: Korthikanti et
 al. 2022 (arXiv 2205.05198), sec. 4, counted again for gated MLPs and grouped-query attention, without dropout and
@@ -55,7 +55,7 @@ class MemoryBreakdown:
 
     @property
     def largest(self) -> str:
-        """The item that takes most."""
+        """The largest item."""
         return max(MEMORY_ITEMS, key=lambda item: float(getattr(self, item)))
 
 
@@ -66,8 +66,8 @@ MEMORY_ITEMS = tuple(field.name for field in fields(MemoryBreakdown))
 class StageParameters:
     """Parameters of the heaviest pipeline stage on one of its devices, before data-parallel ranks divide them.
 
-    Columns, as long as the table. Stages have the same layers; of several, the first holds the input embedding and
-    the last the language-model head, which are equally large.
+    Columns are as long as the table. Stages have the same layers. Of several stages, the first holds the input
+    embedding and the last the language-model head, which are equally large.
     """
 
     dense: Array  # everything but routed experts
@@ -95,14 +95,14 @@ def stage_parameters(model: ModelSpec, table: LayoutTable) -> StageParameters:
 
 
 def _beside_routed(kind: LayerKind, hidden: int, tp: Array) -> Array:
-    """Parameters of one layer without routed experts, for a column of degrees."""
+    """Parameters of one layer except routed experts, for a column of degrees."""
     whole = kind.parameters(hidden)
     held: Array = per_degree(lambda degree: kind.mixer_parameters(hidden, degree), tp) + whole.plain
     return held + (whole.dense + whole.shared) / tp
 
 
 def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, Array]]:
-    """Every kind of layer, and a column of its number of layers in the heaviest pipeline stage (`ModelSpec.stage`)."""
+    """Every kind of layer, with a column of its number in the heaviest pipeline stage (`ModelSpec.stage`)."""
     degrees, at = np.unique(table.pp, return_inverse=True)
     each = [[count for _, count in model.stage(int(pp))] for pp in degrees]
     counts = np.array(each, dtype=float).reshape(len(degrees), len(model.kinds))  # also where there are no layouts
@@ -110,7 +110,7 @@ def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, A
 
 
 def per_degree(of: Callable[[int], float], degrees: Array) -> Array:
-    """`of(degree)` for a column of degrees, evaluated once for each different one."""
+    """`of(degree)` for a column of degrees, evaluated once for each distinct degree."""
     values, at = np.unique(degrees, return_inverse=True)
     return np.array([of(int(value)) for value in values], dtype=float)[at]
 
@@ -125,7 +125,7 @@ def memory_columns(
     execution: Execution = "fused",
     accumulated: bool = True,
 ) -> Mapping[str, Array]:
-    """The items of `MemoryBreakdown` for every layout of `table`; arguments as in `training_memory`."""
+    """The items of `MemoryBreakdown` for every layout of `table`; arguments are those of `training_memory`."""
     parameters = stage_parameters(model, table)
     ranks = table.dp * table.cp
     whole, divided = parameters.total, parameters.dense / ranks + parameters.experts / table.expert_copies
@@ -195,10 +195,10 @@ def memory_columns(
 
 
 def held_micro_batches(table: LayoutTable) -> tuple[Array, Array]:
-    """Micro-batches that the first and the last stage hold at most, with the activations of all their layers.
+    """Largest number of micro-batches whose activations the first and the last stage hold, for all their layers.
 
-    1F1B: pp and 1. Interleaved, the first has pp + (pp - 1) / virtual (Korthikanti et al. 2022, sec. 4.2.3); the last
-    runs (virtual - 1) * pp parts ahead, of each 1 / virtual of its layers.
+    With 1F1B these are pp and 1. Interleaved, the first stage holds pp + (pp - 1) / virtual (Korthikanti et al. 2022,
+    sec. 4.2.3); the last runs (virtual - 1) * pp parts ahead, each with 1 / virtual of its layers.
     """
     interleaved, pp, virtual = table.virtual > 1, table.pp, table.virtual
     first = np.where(interleaved, pp + (pp - 1) / virtual, pp)
@@ -219,8 +219,8 @@ def training_memory(
     """Bytes on the fullest device of `layout`, whose longest trajectory has `longest` tokens.
 
     `gpu_memory` is the device's memory in bytes, of which a share is lost to fragmentation. The layout fits if `total`
-    is at most that. MoE: tokens are assumed to be spread evenly over experts. Without `accumulated` a step is one
-    micro-batch, and activations are freed while gradients are made.
+    does not exceed it. MoE tokens are assumed to be spread evenly over experts. Without `accumulated`, a step is one
+    micro-batch, and activations are freed while gradients are computed.
     """
     columns = memory_columns(
         model, LayoutTable.of([layout]), longest, gpu_memory, state, reference, execution, accumulated
@@ -229,8 +229,9 @@ def training_memory(
 
 
 def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
-    """Activation bytes of one layer and token on one device: of a layer without recomputation, and of the kept part. If
-    layers differ, bytes are a mean over the mixers of all layers. Among MLPs, those with experts represent all."""
+    """Activation bytes per layer and token on one device: without recomputation, and of the part that is kept. If
+    layers differ, bytes are a mean over the mixers of all layers; MLPs with experts represent all MLPs.
+    """
     tp, value = table.tp, state.weights
     norms, product = model.hidden * mean_of(model, lambda kind: float(kind.parts)), mlp_width(model)
     heads = mean_of(model, lambda kind: kind.mixer.saved(tp) if kind.mixer else np.zeros_like(tp, dtype=float))
@@ -246,9 +247,10 @@ def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingB
 
 
 def _eager_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
-    """`layer_bytes_per_token` of Transformers' modules, operation by operation. A norm keeps its input in fp32 and its
-    output before the weights. A projection keeps its input; under autocast, each projection that reads a norm has its
-    own copy. The gated product keeps the gate's value before its activation and after."""
+    """`layer_bytes_per_token` of Transformers' modules, counted by operation. A norm keeps its input in fp32, and its
+    output before multiplication with its weights. A projection keeps its input; under autocast, each projection after a
+    norm has its own copy. The gated product keeps the gate before and after its activation.
+    """
     tp, value, product = table.tp, state.weights, state.product
     fused, kept = layer_bytes_per_token(model, table, state)
     inputs = 5 if product < value else 2  # of queries, keys, values, gate and up
@@ -269,7 +271,7 @@ def _eager_heads(kind: LayerKind, tp: Array, value: float, product: float) -> Ar
 
 
 def mean_of(model: ModelSpec, of: Callable[[LayerKind], Any]) -> Any:
-    """The mean over all layers of what `of` gives for each kind."""
+    """Mean of `of(kind)` over all layers."""
     total: Any = None
     for kind, count in model.counted:
         part = of(kind) if len(model.kinds) == 1 else of(kind) * count
@@ -278,8 +280,9 @@ def mean_of(model: ModelSpec, of: Callable[[LayerKind], Any]) -> Any:
 
 
 def mlp_width(model: ModelSpec) -> float:
-    """Mean width of the product inside an MLP of one token, all its experts together, over all layers. Experts
-    represent the MLPs of layers without them."""
+    """Mean width, over all layers, of the product inside the MLP of one token, over all its experts. Experts represent
+    the MLPs of layers without experts.
+    """
     experts = model.experts
     widest = experts.active * experts.intermediate + experts.shared_intermediate if experts else model.intermediate
     absent = model.count(lambda kind: kind.mlp is None)

@@ -1,7 +1,7 @@
-"""Seconds of the passes over the layers: the computation and communication of one rank inside its replica.
+"""Seconds of the passes over the layers: computation and communication of one rank inside its replica.
 
-Invariant: a pass is charged for all tokens and keys of its rank, however they are packed, and for every micro-batch's
-fixed costs. Communication counts only if it is not hidden behind attention. Times are seconds.
+Invariant: a pass pays for all tokens and keys of its rank, in any packing, and for the fixed costs of every
+micro-batch. Communication counts only if it does not overlap with attention. Times are seconds.
 
 FLOPs: two per multiplied parameter and token, attention by the real, causal lengths; backward twice the forward
 (Narayanan et al. 2021, arXiv 2104.04473, appendix), attention's 2.5 times since FlashAttention computes the scores
@@ -42,7 +42,7 @@ _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The training work: everything that is the same for every layout."""
+    """The training work, which is the same for every layout."""
 
     model: ModelSpec
     batch: Batch
@@ -55,14 +55,15 @@ class Work:
 
     @property
     def scored(self) -> int:
-        """Forward passes of a step in addition to the one with a backward: of the old policy, of the reference."""
+        """Number of forward passes without a backward in a step: for the old policy, and for the reference."""
         return int(self.old_policy) + (self.reference != "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Seconds of one rank, all its micro-batches: of a middle stage's layers, and of the last stage's additional
-    work."""
+    """Seconds of one rank over all its micro-batches: layers of a middle stage, and additional work of the last
+    stage.
+    """
 
     forward: Array
     backward: Array
@@ -76,9 +77,9 @@ class Passes:
 
 
 def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
-    """The passes of one data-parallel rank with its share of the batch, in `counts` micro-batches per layout.
+    """The passes of one data-parallel rank over its share of the batch, in `counts` micro-batches per layout.
 
-    Data-parallel exchange is not part of them. Messages have the type of the weights.
+    Data-parallel exchange is not included. Messages have the type of the weights.
     """
     model, batch, rates, state, fabric = work.model, work.batch, work.rates, work.state, work.fabric
     tp, cp = table.tp, table.cp
@@ -160,8 +161,9 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
 
 def _spared(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> Array:
     """Share of a middle stage's layers that the last stage lacks, if the stages do not divide the layers. The last
-    stage has that time for its head. If logits are made in chunks, the head is computed once more than the layers, so
-    the share is lowered accordingly."""
+    stage uses this time for its head. If logits are computed in chunks, the head is computed once more than the layers,
+    which reduces the share.
+    """
     layers = np.ceil(model.layers / table.pp)
     passes = 2 + state.trained
     missing: Array = (layers * table.pp - model.layers) / layers * passes / (passes + table.chunked)
@@ -169,8 +171,9 @@ def _spared(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> Array
 
 
 def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRates) -> tuple[Array, Array, Array]:
-    """Forward seconds of one rank by these rates: of a stage's layers without attention and launches, of its attention,
-    and of the language-model head."""
+    """Forward seconds of one rank at these rates: a stage's layers without attention and launches, its attention, and
+    the language-model head.
+    """
     model, batch, state = work.model, work.batch, work.state
     tp = table.tp
     layers = np.ceil(model.layers / table.pp)
@@ -207,23 +210,26 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
 
 
 def _cast_width(experts: Experts, hidden: int) -> float:
-    """Numbers that are cast for one token in one expert, in a third of its forward and backward pass: the inputs of
-    its products, and the gradients of their outputs."""
+    """Numbers cast for one token in one expert, in a third of its forward and backward pass: the inputs of products,
+    and the gradients of their outputs.
+    """
     through = experts.width(hidden)
     gates = 2 if experts.gated else 1
     return ((through + experts.intermediate) + (through + gates * experts.intermediate)) / 3
 
 
 def reached_parts(experts: Experts, parts: Array) -> Array:
-    """Mean number of `parts` equal parts of the experts that have one of a token's experts. Draws are even, without
-    replacement, from the groups that its router is limited to (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Mean number of parts with one of a token's experts, if the experts are divided into `parts` equal parts. Experts
+    are drawn evenly, without replacement, from the groups to which the router is limited (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2).
+    """
     share = experts.active_groups / experts.groups
     within = np.where(parts < experts.groups, _drawn_parts(parts, experts.groups, experts.active_groups), parts * share)
     return _drawn_parts(np.maximum(1.0, within), experts.count * share, experts.active)
 
 
 def _drawn_parts(parts: Array, count: float, draws: int) -> Array:
-    """Mean number of `parts` equal parts of `count` things that have one of `draws` of them (hypergeometric)."""
+    """Mean number of hit parts if `draws` of `count` things in `parts` equal parts are drawn (hypergeometric)."""
     missed = np.ones_like(parts)
     for drawn in range(draws):
         missed = missed * np.maximum(0.0, 1 - count / parts / (count - drawn))
@@ -232,7 +238,7 @@ def _drawn_parts(parts: Array, count: float, draws: int) -> Array:
 
 
 def _ring_seconds(model: ModelSpec, table: LayoutTable, micro: Array, value: float, fabric: Fabric) -> Array:
-    """Keys and values of one layer and micro-batch, passed once around the context-parallel ring."""
+    """Seconds to pass the keys and values of one layer and micro-batch once around the context-parallel ring."""
     width = mean_of(model, lambda kind: kind.mixer.ring(table.tp) if kind.mixer else 0.0 * table.tp)
     group = Group(table.cp, table.tp)
     hop = micro * width * value / group.bandwidth(fabric)

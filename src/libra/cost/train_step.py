@@ -1,9 +1,9 @@
-"""Seconds of one optimiser step over the trajectories of a batch, for one layout or for a table of them.
+"""Seconds of one optimiser step over the trajectories of a batch, for one layout or a table of layouts.
 
-Invariant: nothing computes faster than devices of its kind were measured to train: `TrainStep.mfu` never exceeds the
-ceiling of `TrainingRates`. Every second belongs to one item. Times are seconds, sizes bytes, lengths tokens.
+Invariant: no device trains faster than measured for its kind: `TrainStep.mfu` never exceeds the ceiling of
+`TrainingRates`. Every second belongs to one item. Times are seconds, sizes bytes, lengths tokens.
 
-Sharded data parallelism: Rajbhandari et al. 2020 (arXiv 1910.02054), sec. 7. What one rank computes:
+Sharded data parallelism: Rajbhandari et al. 2020 (arXiv 1910.02054), sec. 7. Computation of one rank:
 `libra.cost.train_passes`.
 """
 
@@ -31,7 +31,7 @@ _ZERO1, _ZERO3 = SHARDING.index("zero1"), SHARDING.index("zero3")
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """One optimiser step on the pipeline stage and data-parallel rank that finish last."""
+    """One optimiser step, on the pipeline stage and the data-parallel rank that finish last."""
 
     compute: float  # forward and backward of everything but attention, kernel launches included
     attention: float  # forward and backward
@@ -62,7 +62,7 @@ class StepTable:
     trained: float  # share of the parameters that have gradients
 
     def simulated_bubble(self, row: int) -> float:
-        """Seconds that the last stage waits because the micro-batches of a rank differ like their trajectories."""
+        """Seconds that the last stage waits because micro-batches of a rank differ in size."""
         table, passes, count = self.table, self.passes, int(self.counts[row])
         tokens, keys = self.packed[int(table.micro_tokens[row])].of_rank(int(table.dp[row]), count)
         if count > SIMULATED:
@@ -91,14 +91,14 @@ class StepTable:
         return waited(forward, backward) + self.forwards_each * waited(forward, nothing)
 
     def seconds(self, row: int) -> float:
-        """`total` of one layout, its pipeline simulated."""
+        """`total` of one layout, with its simulated pipeline."""
         if self.table.pp[row] == 1:
             return float(self.total[row])
         return float(self.total[row] - self.items["bubble"][row]) + self.simulated_bubble(row)
 
 
 def step_table(work: Work, table: LayoutTable) -> StepTable:
-    """The price of every layout of `table`; without a simulated pipeline, micro-batches are assumed to be equal."""
+    """The price of every layout of `table`. Pipelines are not simulated: micro-batches are assumed to be equal."""
     parameters = stage_parameters(work.model, table)
     sizes, at = np.unique(table.micro_tokens, return_inverse=True)
     packed = {int(size): work.batch.packed(int(size)) for size in sizes}
@@ -138,7 +138,7 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
 
 
 def train_step(work: Work, layout: ParallelLayout) -> TrainStep:
-    """The price of one layout, unequal micro-batches in its pipeline included."""
+    """The price of one layout, including unequal micro-batches in its pipeline."""
     steps = step_table(work, LayoutTable.of([layout]))
     items = {name: float(column[0]) for name, column in steps.items.items()}
     if layout.pp > 1:
@@ -157,7 +157,9 @@ def _data_parallel_seconds(
     backward: Array,
     scored: int,
 ) -> Array:
-    """Exposed seconds of gradient reduction and weight gathering. Routed experts have fewer copies than the rest."""
+    """Exposed seconds of gradient reduction and weight gathering. Routed experts have fewer copies than other
+    weights.
+    """
     fabric, state = work.fabric, work.state
     ranks = table.cp * table.dp
     groups = (
@@ -196,8 +198,10 @@ def _stored_weights(work: Work, table: LayoutTable, parameters: StageParameters)
 
 
 def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters) -> Array:
-    """The optimiser reads and writes its state, reads gradients twice (for their norm, too) and writes weights. On the
-    host, gradients and weights cross the link, and the devices of a node share its processors."""
+    """Seconds of the optimiser, which reads and writes its state, reads gradients twice (once for their norm) and
+    writes weights. On the host, gradients and weights cross the link, and the devices of a node share its
+    processors.
+    """
     state = work.state
     own = parameters.dense / (table.dp * table.cp) + parameters.experts / table.expert_copies
     if state.offloaded:
@@ -208,8 +212,7 @@ def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters)
 
 
 def _seconds_per_token(work: Work) -> tuple[float, float]:
-    """Forward and backward seconds of a token, and of a key that a token sees, on one device: the unit of load
-    balancing."""
+    """Forward and backward seconds per token, and per key that a token sees, on one device, for load balancing."""
     model, rates = work.model, work.rates.fused or work.rates  # passes grow with tokens as products do
     routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
     linear = (2 + work.state.trained) * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)

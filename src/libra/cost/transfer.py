@@ -1,10 +1,10 @@
 """Seconds to move bytes: collective operations; weights and KV between engines, trainers and the host.
 
-Invariant: a transfer takes at least as long as its slowest link needs for the bytes that must cross it, and a group
-shares its node's network with every other group that crosses it at the same time. Sizes are bytes, rates bytes/s of one
-direction. Arguments of collectives may be numpy columns.
+Invariant: a transfer takes at least the time that its slowest link needs for its bytes. Groups that use a node's
+network at the same time share it. Sizes are bytes, rates bytes/s of one direction. Arguments of collectives may be
+numpy columns.
 
-Collectives are alpha + beta * n with the steps of Thakur, Rabenseifner and Gropp 2005 (Optimization of collective
+Collectives take alpha + beta * n, with the steps of Thakur, Rabenseifner and Gropp 2005 (Optimization of collective
 communication operations in MPICH, IJHPCA 19:1): a ring inside the node, recursive doubling between nodes. Bandwidth
 terms are those of a ring, (p - 1) / p of the bytes through every link.
 """
@@ -59,7 +59,7 @@ class Group:
         return np.minimum(self.size, per_node)
 
     def bandwidth(self, fabric: Fabric) -> Array:
-        """Bytes/s that a ring over the group moves. Groups that interleave in a node divide its network."""
+        """Bytes/s of a ring over the group. Groups that interleave in a node divide its network."""
         members = self.members(fabric)
         shared = np.minimum(fabric.link, fabric.network * members / fabric.gpus)
         return np.where(self.size > members, shared, fabric.link)
@@ -72,26 +72,29 @@ class Group:
 
 
 def all_gather_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
-    """Every device ends with all `size` bytes, of which it had its share."""
+    """Seconds of an all-gather: every device starts with its share and ends with all `size` bytes."""
     return (group.size - 1) / group.size * size / group.bandwidth(fabric) + group.latency(fabric)
 
 
 def reduce_scatter_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
-    """Every device starts with `size` bytes and ends with its share of the sum."""
+    """Seconds of a reduce-scatter: every device starts with `size` bytes and ends with its share of the sum."""
     return all_gather_seconds(size, group, fabric)
 
 
 def all_reduce_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
-    """Every device starts with `size` bytes and ends with their sum: reduce-scatter, then all-gather."""
+    """Seconds of an all-reduce (reduce-scatter, then all-gather): every device starts with `size` bytes and ends with
+    the sum.
+    """
     return 2 * all_gather_seconds(size, group, fabric)
 
 
 def dispatch_seconds(size: Column, reached: Callable[[Array], Array], group: Group, fabric: Fabric) -> Array:
-    """Seconds in which every device sends each of its tokens, `size` bytes in all, to the devices with its experts.
+    """Seconds in which every device sends its tokens, `size` bytes in total, to the devices with their experts.
 
-    A token goes to a node once and inside that node to a device once, however many of its experts are there. DeepEP
-    does so (github.com/deepseek-ai/DeepEP), with which Megatron-LM and NeMo AutoModel dispatch. `reached(n)` is the
-    mean number of n equal parts of the experts that have one of a token's experts. Returning results takes as long.
+    A token goes once to each node, and inside the node once to each device, with any of its experts, as in DeepEP
+    (github.com/deepseek-ai/DeepEP), which Megatron-LM and NeMo AutoModel use. `reached(n)` is the mean number of parts
+    with one of a token's experts, if the experts are divided into n equal parts. Returning the results takes equally
+    long.
     """
     members = group.members(fabric)
     nodes = group.size / members
@@ -102,7 +105,9 @@ def dispatch_seconds(size: Column, reached: Callable[[Array], Array], group: Gro
 
 
 def point_to_point_seconds(size: Column, stride: Column, fabric: Fabric) -> Array:
-    """`size` bytes from one device to that `stride` further. From node to node, all devices of a node send at once."""
+    """Seconds to send `size` bytes to the device `stride` positions further. Between nodes, all devices of a node send
+    at once.
+    """
     crosses = np.asarray(stride, dtype=float) >= fabric.gpus
     rate = np.where(crosses, fabric.network / fabric.gpus, fabric.link)
     seconds: Array = size / rate + np.where(crosses, fabric.network_latency, fabric.link_latency)
@@ -119,8 +124,9 @@ HOST_LINK = 25e9  # bytes/s of a device to and from host memory, both ways at a 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """Cost of a weight update: `publish` seconds from the optimiser's end until engines have the weights; an engine
-    pauses for `stall` of them."""
+    """Cost of a weight update: `publish` seconds from the optimiser's end until engines have the weights; `stall`
+    seconds of pause of an engine, which are part of `publish`.
+    """
 
     publish: float
     stall: float
@@ -129,9 +135,9 @@ class WeightSync:
 def weight_sync(weight_bytes: float, trainer_nodes: float, engine_nodes: float, fabric: Fabric) -> WeightSync:
     """Send `weight_bytes` from the nodes that train to those that generate, and load them.
 
-    Trainers send their shards without gathering them first; engine nodes pass them on in a pipelined chain (van de
-    Geijn 1994), so that each byte enters every engine node once and leaves the trainers once. Engines load while they
-    receive; the slower of the two counts. With no other node (`engine_nodes` 0), weights stay inside the node.
+    Trainers send their shards without gathering them first. Engine nodes forward them in a pipelined chain (van de
+    Geijn 1994), so each byte leaves the trainers once and enters every engine node once. Engines load while they
+    receive, and the slower of the two counts. With `engine_nodes` 0, weights stay inside the node.
     """
     if weight_bytes <= 0 or trainer_nodes <= 0 or engine_nodes < 0:
         raise ValueError(
@@ -148,8 +154,8 @@ def kv_move_seconds(
 ) -> float:
     """Move the KV of `tokens` tokens from one engine to another, each of `devices` devices that share the bytes.
 
-    `kv_bytes_per_token` is of all layers and heads. Between nodes, each device has its share of the node's network.
-    Moving pays where this is less than the seconds to prefill the tokens again.
+    `kv_bytes_per_token` covers all layers and heads. Between nodes, each device has its share of the node's network. A
+    move pays if it takes less than prefilling the tokens again.
     """
     rate = fabric.link if same_node else fabric.network / fabric.gpus
     latency = fabric.link_latency if same_node else fabric.network_latency
@@ -157,9 +163,9 @@ def kv_move_seconds(
 
 
 def handover_pays(profile: DeviceProfile, tokens: float) -> bool:
-    """Whether handing the KV of `tokens` tokens over takes less of the engines' time than prefilling them again.
+    """Whether transferring the KV of `tokens` tokens takes less engine time than prefilling them again.
 
-    Both are measured on the engines of a run. A hand-over also waits for its source's current iteration.
+    Both times are measured on the engines of a run. A transfer also waits for the current iteration of the source.
     """
     handover = profile.handover
     if handover is None:
@@ -169,11 +175,11 @@ def handover_pays(profile: DeviceProfile, tokens: float) -> bool:
 
 
 def colocated_switch_seconds(leaving: float, arriving: float) -> float:
-    """Seconds for devices to change sides, from generation to training or back.
+    """Seconds for devices to switch between generation and training.
 
-    `leaving` bytes per device go to host memory (of an engine nothing: its weights are there, its KV is dropped; of a
-    trainer, weights and optimiser state as stored), then `arriving` bytes come from it. Leaving bytes make room for
-    arriving ones, so the two do not overlap.
+    First `leaving` bytes per device go to host memory, then `arriving` bytes come from it. An engine has no leaving
+    bytes, since the host has its weights and its KV is dropped; a trainer moves its stored weights and optimiser state.
+    Leaving bytes make room for arriving ones, so the transfers do not overlap.
     """
     if leaving < 0 or arriving < 0:
         raise ValueError(f"leaving is {leaving}, arriving {arriving}; sizes are 0 or more")

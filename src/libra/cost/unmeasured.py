@@ -9,11 +9,11 @@ from libra.hardware.model import ModelSpec
 
 
 def unmeasured(model: ModelSpec) -> str | None:
-    """A sentence that names the kinds of mixers whose times are modelled by FLOPs and bytes alone; None without any."""
+    """Note that names the kinds of mixers whose times come from FLOPs and bytes alone; None without such mixers."""
     names = sorted({name for kind in model.kinds if kind.mixer and (name := _name(kind.mixer)) is not None})
     if not names:
         return None
-    return f"times of {', '.join(names)} of {model.name} are modelled by FLOPs and bytes; no run was held against them"
+    return f"times of {', '.join(names)} of {model.name} are modelled by FLOPs and bytes, and not compared with any run"
 
 
 def _name(mixer: Mixer) -> str | None:

@@ -1,8 +1,8 @@
-"""A grid of whole iterations, for the planner: corrected kernels, host overhead, and the effects that requests of a
-batch have on each other.
+"""A grid of whole iterations for the planner: corrected kernels, host overhead, and effects between requests of a
+batch.
 
-Invariant: an iteration takes as long as in the simulator (`libra.sim.engine.grid_cost`), which knows every request of a
-batch, in the mean over batches of such requests. Only the simulator prices what they share.
+Invariant: an iteration takes the mean time of the simulator (`libra.sim.engine.grid_cost`) over batches of such
+requests. Only the simulator prices shared blocks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ EVEN = RunningBatch()  # contexts are alike, and nothing is admitted
 
 
 def running_batch(classes: Sequence[TrajectoryClass], *, overlapping: bool) -> RunningBatch:
-    """A batch of trajectories at random tokens of their generation; each grows evenly from its prompt to its end.
-    Unless batches are `overlapping`, all running trajectories started together and are about equally long."""
+    """A batch of trajectories, each at a random token of its generation and with evenly growing context. Unless batches
+    are `overlapping`, all trajectories started together and are about equally long.
+    """
     generated = sum(cls.share * cls.generated for cls in classes)
     turns = sum(cls.share * cls.turns for cls in classes)
     if not generated or not turns:
@@ -52,13 +53,13 @@ def running_batch(classes: Sequence[TrajectoryClass], *, overlapping: bool) -> R
 def whole_iterations(
     grid: EngineGrid, max_num_seqs: int, max_num_batched_tokens: int, batch: RunningBatch = EVEN
 ) -> EngineGrid:
-    """Fold terms and host into the grid of an engine with vLLM's CUDA graphs; the result has neither.
+    """Fold terms and host into the grid of an engine with vLLM's CUDA graphs; the result has no terms and no host.
 
     A decode takes its kernels, with uneven contexts counted as longer ones, and the host's overhead. Turns are admitted
-    by a Poisson process. An iteration that admits one is launched as one with prefill and reads the longest context
-    from end to end. A decode pays for the longer of the two, so launches count only beyond the time of its kernels and
-    the prefill. A chunk takes the longer of its kernels and their launches, without the host's time for the iteration.
-    The cost of admitting turns is in neither (`EngineTiming`).
+    by a Poisson process. An iteration that admits a turn is launched like an iteration with prefill, and reads the
+    longest context completely. Launches count only if they take longer than the kernels of decode and prefill. A chunk
+    takes the longer of its kernels and their launches, without the host's time for the iteration. Neither includes the
+    cost of admitting turns (`EngineTiming`).
     """
     host, terms = grid.host, grid.terms
     corrected = terms.linear is not None or terms.longest or terms.decode != 1 or (terms.spread and batch.uneven)
@@ -84,7 +85,7 @@ def whole_iterations(
     token = (grid.prefill_seconds(max_num_batched_tokens, 0) + more * float(linear[-1])) / max_num_batched_tokens
 
     def with_prefill(sequences: int, context: int, device: float) -> float:
-        """Device seconds that admitted turns add to an iteration, weighted by the probability that there are any."""
+        """Expected device seconds that admitted turns add to an iteration."""
         admitted = sequences * batch.turns
         if not admitted:
             return 0.0

@@ -1,6 +1,6 @@
 """One engine as a command line.
 
-Flags: vLLM 0.32, `vllm/engine/arg_utils.py`; the parser of the installed vLLM reads them in `tests/export`.
+Flags: `vllm/engine/arg_utils.py` of vLLM, whose installed parser reads them in `tests/export`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention over keys: of heads that share keys in groups, of latent vectors, and of compressed vectors.
+"""Grouped-query attention, and the indexer that chooses keys.
 
-Invariant: an attention is possible, and its parameters are those of the checkpoint. Sizes of methods are of one layer
-on one of `tp` devices; `tp` is a degree that `tp_refusal` accepts.
+Invariant: the shape of an attention is possible, and its parameters equal those of the checkpoint. Methods return sizes
+of one layer on one of `tp` devices, for a degree that `tp_refusal` accepts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Products = tuple[tuple[float, float], ...]  # (inputs, outputs) of each matrix p
 class Indexer:
     """Small heads that choose the `topk` keys which the attention of a layer reads (DeepSeek-V3.2, MiniMax-M3).
 
-    Every device has the whole indexer. A key takes one byte a number, and four bytes of scale for each 128 numbers.
+    Every device has the whole indexer. A key takes one byte per number, and a scale of four bytes per 128 numbers.
     """
 
     heads: int
@@ -38,7 +38,7 @@ class Indexer:
         return self.head_dim + 4 * -(-self.head_dim // 128) if self.weighted else 2.0 * self.head_dim
 
     def matrices(self, queries: int, hidden: int) -> tuple[Matrix, ...]:
-        """Its matrices, for queries of `queries` numbers."""
+        """The indexer's matrices, for queries of `queries` numbers."""
         found = (
             Matrix("self_attn.indexer.wq_b", queries, self.heads * self.head_dim, 1),
             Matrix("self_attn.indexer.wk", hidden, self.head_dim, 1),
@@ -50,7 +50,7 @@ class Indexer:
         return 2 * self.head_dim  # weight and bias of the key's norm, or a norm of queries and one of keys
 
     def read(self, each: int = 1) -> Read:
-        """The keys that it reads, one for every `each` tokens."""
+        """The keys that the indexer reads, one for every `each` tokens."""
         flops = 2 * self.heads * self.head_dim / each
         return Read(0.0, flops, flops, plain=self.key_bytes / each)
 
@@ -114,7 +114,7 @@ class Attention:
         )
 
     def held_heads(self, tp: int = 1) -> float:
-        """KV heads on each device: one or more, even where there are more devices than heads."""
+        """KV heads on each device; at least 1, also with more devices than heads."""
         return max(1.0, self.kv_heads / tp)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
@@ -156,13 +156,13 @@ class Attention:
         return found
 
     def ring(self, tp: Array) -> Array:
-        """Numbers of a token's key and value that go around a context-parallel ring."""
+        """Numbers of a token's key and value that a context-parallel ring sends."""
         found: Array = (self.head_dim + self.value) * np.maximum(1.0, self.kv_heads / tp)
         return found
 
     @property
     def width(self) -> int:
-        """Width of all heads together, which tensor parallelism divides."""
+        """Total width of the heads, which tensor parallelism divides."""
         return self.heads * self.head_dim
 
     def tp_refusal(self, tp: int) -> str | None:

@@ -1,7 +1,7 @@
 """The `quantization_config` of a checkpoint's config.json, as a `WeightFormat`.
 
-Invariant: a configuration is read completely or refused by its field. Formats are those of vLLM's loaders: `fp8` and
-`fbgemm_fp8`, `compressed-tensors`, `awq`, `gptq`, `modelopt` (also where only its producer is named) and `mxfp4`.
+Invariant: a configuration is read completely or refused by its field. Formats are those of vLLM's loaders: `fp8`,
+`fbgemm_fp8`, `compressed-tensors`, `awq`, `gptq`, `mxfp4` and `modelopt` (also named by its producer alone).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _Config = Mapping[str, Any]
 
 
 def stored_weights(config: object, model: ModelSpec) -> WeightFormat:
-    """The format that `config`, the value of `quantization_config`, gives `model`. Raises ValueError that begins with
-    the field."""
+    """The weight format of `model` by `config`, the value of `quantization_config`. Raises ValueError that begins with
+    the field.
+    """
     if not isinstance(config, dict):
         raise ValueError(f"{_FIELD}: expected an object (got {shown(config)})")
     if config.get("quant_algo") == "MIXED_PRECISION":
@@ -107,7 +108,7 @@ def _group(place: str, group: _Config) -> WeightFormat:
 
 
 def _group_size(place: str, size: object) -> int:
-    """Numbers that share a scale; 0: all of a channel."""
+    """Numbers that share a scale; 0: a whole channel shares one."""
     if size in (None, -1):
         return 0
     if type(size) is not int or size < 1:
@@ -169,7 +170,7 @@ _READERS: Mapping[str, Callable[[_Config], WeightFormat]] = {
 
 
 def _kv_cache_dtype(config: _Config) -> str:
-    """The type of KV that a ModelOpt checkpoint names, as vLLM resolves `kv_cache_dtype: auto`; otherwise 16 bits."""
+    """The KV type of a ModelOpt checkpoint, as in vLLM's `kv_cache_dtype: auto`; 16 bits by default."""
     return _kv_of_modelopt(config) if _reader(config) is _modelopt else "auto"
 
 
@@ -185,8 +186,9 @@ def _kv_of_modelopt(config: _Config) -> str:
 
 
 def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
-    """A ModelOpt checkpoint that names the algorithm of each module. Modules without a name keep 16 bits, or have the
-    type of the general method (fp8)."""
+    """The format of a ModelOpt checkpoint that names the algorithm of each module. A module that is not named keeps 16
+    bits, or has the type of the general method (fp8).
+    """
     layers = config.get("quantized_layers")
     if not isinstance(layers, dict) or not layers or not all(isinstance(it, dict) for it in layers.values()):
         raise ValueError(f"{_FIELD}.quantized_layers: expected an object of modules (got {shown(layers)})")

@@ -1,7 +1,7 @@
-"""Modules of a checkpoint as quantisation tools name them, and the shares that lists of names cover.
+"""Modules of a checkpoint by the names of quantisation tools, and the shares of parameters that lists of names cover.
 
-Invariant: every matrix of every layer is one module, under each name that publishers use; one routed expert represents
-all of its layer.
+Invariant: every matrix of every layer is one module, with all names that publishers use. One routed expert represents
+all routed experts of its layer.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def _mlp(
 
 
 def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
-    """Shares of each kind's parameters that match the patterns. Raises ValueError if a pattern is no valid
-    expression."""
+    """Shares of each kind's parameters that match the patterns. Raises ValueError for an invalid regular expression."""
     matches = _matcher(patterns)
     named, total = dict.fromkeys(MATRIX_KINDS, 0), dict.fromkeys(MATRIX_KINDS, 0)
     for module in modules(model):
@@ -82,9 +81,10 @@ def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
 
 
 def _matcher(patterns: list[str]) -> Callable[[str], bool]:
-    """A test whether a pattern matches a module: a pattern is its name, the name of a parent module, or a part of its
-    path (`self_attn`). A pattern with `re:` is a regular expression, one with `*` a wildcard. The prefix before
-    `layers` is the same for all modules and is left out."""
+    """A function that tests whether `pattern` matches a module. A pattern is the module's name, a parent's name, or a
+    part of the path (`self_attn`); with `re:` it is a regular expression, with `*` a wildcard. The prefix before
+    `layers` is ignored.
+    """
     plain: set[str] = set()
     expressions: list[re.Pattern[str]] = []
     wildcards: list[str] = []

@@ -1,7 +1,7 @@
 """Nodes and clusters of GPUs.
 
-Invariant: a cluster is checked when it is made, so code that has one need not check its units. Sizes are bytes, rates
-are bytes or FLOP per second.
+Invariant: a cluster is checked at construction, so its users need not check units. Sizes are bytes, rates are bytes or
+FLOP per second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from libra.hardware.gpu import GPU as GPU
 from libra.hardware.gpus import GPUS as GPUS
 from libra.hardware.gpus import nearest_gpu as nearest_gpu
 
-# Limits that no network of today comes near. A value outside was given in another unit.
+# Limits far beyond present networks. A value outside these limits was given in another unit.
 _INTRA = (8e9, 2e12)  # PCIe 3 with 8 lanes, to twice NVLink 5; bytes/s per GPU
 _PORTS = (1e9 / 8, 1.6e12 / 8)  # one 1 Gb/s port of a node, to a 1.6 Tb/s port for each of its GPUs; bytes/s
 
@@ -31,7 +31,7 @@ def _require_link(field: str, value: float, between: tuple[float, float], owner:
     low, high = between
     if low <= value <= high:
         return
-    # A value in bits instead of bytes, or the reverse, is off by eight.
+    # A value in bits instead of bytes, or the reverse, is wrong by a factor of eight.
     meant = next((v for v in (value / 8, value * 8) if low <= v <= high), None)
     hint = f"; was {rate(meant)} meant?" if meant is not None else ""
     raise ValueError(
@@ -63,7 +63,7 @@ class NodeClass:
             if value < 1:
                 raise ValueError(f"{field} is {value}; set it to 1 or more, or leave the nodes out")
             if value > most:
-                raise ValueError(f"{field} is {value:,}; no class of nodes has more than {most:,}: check it")
+                raise ValueError(f"{field} is {value:,}; at most {most:,} are allowed: check the number")
         if self.cost_per_hour is not None and not 0 < self.cost_per_hour <= MOST_COST * self.gpus:
             raise ValueError(
                 f"cost_per_hour is {self.cost_per_hour:g}; a node costs more than $0 and at most ${MOST_COST:g} an hour"
@@ -84,7 +84,7 @@ class NodeClass:
 
 
 class PoolTerms(Protocol):
-    """The terms on which a pool lends, added by a room."""
+    """The terms on which a pool lends its GPUs; a room defines them."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -94,10 +94,10 @@ class PoolTerms(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServingPool:
-    """GPUs that serve users. Raises ValueError if the engines of the loan terms do not divide a node."""
+    """GPUs that serve users. Raises ValueError if the engine size of the loan terms does not divide a node."""
 
     nodes: NodeClass
-    lends: Annotated[PoolTerms, OfRoom("loan terms")] | None = None  # None: it lends nothing
+    lends: Annotated[PoolTerms, OfRoom("loan terms")] | None = None  # None: the pool lends no GPU
 
     def __post_init__(self) -> None:
         if self.lends is not None and self.nodes.gpus % self.lends.tensor_parallel_size:
@@ -113,8 +113,9 @@ class ServingPool:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All nodes that train and generate, and those that serve users. Raises ValueError if no node trains and generates,
-    or two classes share a name."""
+    """All nodes for training and rollout, and the pools that serve users. Raises ValueError without a node for training
+    and rollout, and if two classes share a name.
+    """
 
     nodes: tuple[NodeClass, ...]
     serving: tuple[ServingPool, ...] = ()
@@ -129,24 +130,24 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """GPUs that train and generate; those that serve users are not among them."""
+        """Number of GPUs for training and rollout, without those that serve users."""
         return sum(node.devices for node in self.nodes)
 
     @property
     def cost_per_hour(self) -> float | None:
-        """Dollars for all nodes that train and generate; None if the cost of a class is not known."""
+        """Dollars per hour for all nodes for training and rollout; None if the cost of a class is unknown."""
         costs = [node.count * node.cost_per_hour for node in self.nodes if node.cost_per_hour is not None]
         return sum(costs) if len(costs) == len(self.nodes) else None
 
     def node_class(self, name: str) -> NodeClass:
-        """The class called `name`. Raises ValueError naming the nearest known one."""
+        """The class called `name`. Raises ValueError with the nearest known name."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise ValueError(unknown("class of nodes", name, [node.name for node in self.nodes]))
 
     def serving_pool(self, name: str) -> ServingPool:
-        """The serving pool called `name`. Raises ValueError naming the nearest known one."""
+        """The serving pool called `name`. Raises ValueError with the nearest known name."""
         for pool in self.serving:
             if pool.name == name:
                 return pool
@@ -154,7 +155,9 @@ class Cluster:
 
 
 def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
-    """The cluster with other numbers of nodes, by class or serving pool; 0 removes it. Raises ValueError."""
+    """The cluster with other numbers of nodes, by class or serving pool; 0 removes the class or pool. Raises
+    ValueError.
+    """
     serving = {pool.name for pool in cluster.serving}
     for name, count in counts.items():
         if name not in serving:
@@ -175,21 +178,25 @@ def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
 
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """The cluster with the number of nodes for `gpus` GPUs. Raises ValueError if these are no whole nodes, or if the
-    cluster has several classes of nodes and the number does not determine which to change."""
+    """The cluster with as many nodes as `gpus` GPUs need. Raises ValueError if the GPUs are not whole nodes, or if the
+    cluster has several classes of nodes, so that the number is ambiguous.
+    """
     if len(cluster.nodes) > 1:
         names = ", ".join(f"{node.name}={node.count}" for node in cluster.nodes)
         raise ValueError(f"gpus is {gpus}, but there are several classes of nodes; give nodes by class, as in {names}")
     node = cluster.nodes[0]
     if gpus < 1 or gpus % node.gpus:
-        raise ValueError(f"gpus is {gpus}; nodes of {node.name!r} have {node.gpus}: give a positive multiple of it")
+        raise ValueError(
+            f"gpus is {gpus}; nodes of {node.name!r} have {node.gpus}: give a positive multiple of this number"
+        )
     return override(cluster, {node.name: gpus // node.gpus})
 
 
 def with_gpu(cluster: Cluster, gpu: GPU) -> Cluster:
-    """The cluster with another GPU in the same nodes, whose cost is then not known. If the nodes' links had the old
-    GPU's speed, they get the new GPU's; otherwise the slower of both. Raises ValueError if there are several classes of
-    nodes."""
+    """The cluster with another GPU in the same nodes, whose cost is then unknown. Links with the old GPU's speed get
+    the new GPU's speed; other links keep theirs if the new GPU supports it. Raises ValueError with several classes of
+    nodes.
+    """
     if len(cluster.nodes) > 1:
         names = ", ".join(node.name for node in cluster.nodes)
         raise ValueError(

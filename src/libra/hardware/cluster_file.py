@@ -15,7 +15,7 @@ from libra.config.units import RATES, SIZES, SPEEDS, quantity, written
 from libra.config.yaml_file import Section, read_section, refusal, shown, valid
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, PoolTerms, ServingPool, nearest_gpu
 
-_SAME = 0.1  # figures of one GPU differ by this share: data sheets round, and boost clocks differ
+_SAME = 0.1  # allowed relative difference of a GPU's figures: data sheets round, and boost clocks differ
 
 
 class _GPUSection(Section):
@@ -51,7 +51,7 @@ class _ClusterSection(Section):
 
 
 def load_cluster(path: Path | str) -> Cluster:
-    """Read a cluster file, such as `examples/cluster_mixed.yaml`. Raises `ConfigError` naming file, key and remedy."""
+    """Read a cluster file, such as `examples/cluster_mixed.yaml`. Raises `ConfigError` with file, key and remedy."""
     path = Path(path)
     section = read_section(path, _ClusterSection, "examples/cluster_48_a800.yaml")
     nodes = tuple(_node_class(path, f"nodes.{i}", node) for i, node in enumerate(section.nodes))
@@ -137,8 +137,9 @@ def gpu_of(given: object, key: str) -> GPU:
 
 
 def described_gpu(gpu: GPU) -> str | dict[str, str]:
-    """The value that `gpu_of` reads as this GPU: its name if Libra knows it, otherwise a mapping. Raises ValueError if
-    a known name has other numbers."""
+    """The value that `gpu_of` reads as this GPU: the name of a known GPU, otherwise a mapping. Raises ValueError for a
+    known name with other numbers.
+    """
     if GPUS.get(gpu.name) == gpu:
         return gpu.name
     given = {

@@ -1,6 +1,6 @@
-"""Parts of a context that a layer sees, keeps and reads.
+"""The parts of a context that a layer attends to, stores and reads.
 
-Invariant: amounts are of one layer and one device; `number` is the bytes of a number in the engine's type of KV.
+Invariant: amounts are for one layer and one device. `number` is the size in bytes of a number in the engine's KV type.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Keys that a token sees: all before it, the last `tokens`, or those of its own chunk of `tokens` tokens.
+    """The keys that a token sees: all earlier keys, the last `tokens` keys, or the keys of its own chunk of `tokens`
+    tokens.
 
-    Tokens past the first chunk are assumed to see half of their chunk on average.
+    Tokens after the first chunk are assumed to see half of their chunk on average.
     """
 
     tokens: int = 0  # 0: all
@@ -36,7 +37,7 @@ class Reach:
         return np.where(context < self.tokens, context, self._far) if self.tokens else context
 
     def pairs(self, new: Array, prefix: Array) -> Array:
-        """Sum of the keys that `new` tokens see after `prefix` tokens, each counting half of itself."""
+        """Sum of the keys that `new` tokens see after `prefix` tokens; each token counts as half a key for itself."""
         if not self.tokens:
             every: Array = new * (prefix + new / 2)
             return every
@@ -45,7 +46,9 @@ class Reach:
         return limited
 
     def share(self, mean: float) -> float:
-        """Keys that tokens see, over the `mean` number of tokens up to each, in sequences of 2 * `mean` tokens."""
+        """Ratio of the keys that tokens see to the `mean` number of tokens before them, in sequences of 2 * `mean`
+        tokens.
+        """
         if not self.tokens or mean <= 0:
             return 1.0
         length = np.array(2.0 * mean)
@@ -57,7 +60,7 @@ ALL = Reach()
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """Memory of one sequence: bytes of each token within reach, and a state of constant size."""
+    """Memory of one sequence: bytes per token within reach, and a state of constant size."""
 
     numbers: float = 0.0  # of a token, in the type of KV
     plain: float = 0.0  # bytes of a token whose type the engine does not choose
@@ -70,8 +73,9 @@ class Retained:
         return max(self.numbers * number, self.least) + self.plain
 
     def bytes(self, context: float, number: float) -> float:
-        """Bytes of a sequence of `context` tokens. They exclude blocks of a window that a running prefill still needs:
-        `max_num_batched_tokens` more for one sequence."""
+        """Bytes of a sequence of `context` tokens. Not counted are blocks of a window that a running prefill still
+        needs, for up to `max_num_batched_tokens` tokens of one sequence.
+        """
         tokens = min(context, self.reach.tokens) if self.reach.tokens else context
         return tokens * self.token_bytes(number) + self.state
 

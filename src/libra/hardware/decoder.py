@@ -1,4 +1,4 @@
-"""Models whose layers all have the same attention, and gated MLPs or experts: most of those before 2025."""
+"""Models with the same attention in all layers, and gated MLPs or experts: most models before 2025."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def decoder(
     latent: LatentAttention | None = None,
     stored: WeightFormat | None = None,
 ) -> ModelSpec:
-    """A model of `layers` layers, of which the last `sparse` (by default all) have `experts`, and the others an MLP of
-    width `intermediate`. `latent` replaces the attention of `heads`. Raises ValueError if the shape is impossible."""
+    """A model of `layers` layers. The last `sparse` layers (by default all) have `experts`; the other layers have an
+    MLP of width `intermediate`. `latent` replaces the attention of `heads`. Raises ValueError if the shape is
+    impossible.
+    """
     attention = Attention(heads, kv_heads, head_dim, qkv_bias=qkv_bias, qk_norm="head" if qk_norm else "none")
     mixer: Mixer = latent or attention
     last = (layers if sparse is None else sparse) if experts else 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 _RESERVED = 0.55 * 2.0**30
 _PCIE = 64e9  # bytes/s in one direction, PCIe 5 x16
 
-# Limits that no GPU of today comes near. A value outside was given in another unit.
+# Limits far beyond present GPUs. A value outside these limits was given in another unit.
 _GPU_RANGES = {
     "memory": (1e9, 4e12),
     "bandwidth": (1e10, 1e14),  # of GDDR on a small card, to ten stacks of HBM
@@ -42,10 +42,10 @@ class GPU:
 
     @property
     def usable(self) -> float:
-        """Bytes of memory as PyTorch reports them, of which engines take their share."""
+        """Bytes of memory that PyTorch reports; an engine's share is a share of these bytes."""
         return self.memory - _RESERVED if self.visible is None else self.visible
 
     @property
     def switched(self) -> bool:
-        """Whether its link to neighbours is faster than PCIe. Buffers of collectives are then in its own memory."""
+        """Whether the link to other GPUs is faster than PCIe. The buffers of collectives are then in GPU memory."""
         return self.link > _PCIE

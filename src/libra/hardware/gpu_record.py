@@ -1,7 +1,7 @@
 """Libra's record of one kind of GPU: its data sheet, and the measured shares of it.
 
-Invariant: a record has no gaps. A figure that was not measured on this GPU is stated as another GPU's share of its data
-sheet, and the record says so; a missing or impossible one is an error when the module is imported.
+Invariant: a record is complete. If a figure was not measured on this GPU, another GPU's share of its data sheet is
+used, and the record says so. A missing or impossible figure is an error at import.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class GPURecord:
             raise ValueError(f"faster of {self.gpu.name} is {self.faster}; types are at least as fast as bf16")
         if ("fp8" in self.faster) != (self.training.fp8 is not None):
             raise ValueError(
-                f"training.fp8 of {self.gpu.name} is {self.training.fp8}; GPUs that multiply in FP8 have it"
+                f"training.fp8 of {self.gpu.name} is {self.training.fp8}; give it if and only if the GPU "
+                f"multiplies in FP8"
             )
         if self.kernels.linear_flops > self.gpu.flops or self.kernels.bandwidth > self.gpu.bandwidth:
             raise ValueError(f"kernels of {self.gpu.name} are faster than its data sheet")

@@ -1,9 +1,9 @@
-"""The GPUs known by name, a record each, and GPUs that a file describes.
+"""Records of known GPUs, and of GPUs that a file describes.
 
-Invariant: each number carries its source. To add a GPU, add its record here; nothing else names GPUs. Speeds are
-without sparsity, with which data sheets double them. Memory is the driver's figure, a data sheet's gigabytes minus the
-memory of error correction and the driver; `visible` is PyTorch's figure in public logs of vLLM, for H200 an estimate
-from messages of PyTorch.
+Invariant: each number has a source. To add a GPU, add its record here; no other module names GPUs. Speeds are without
+sparsity, which doubles the figures in data sheets. Memory is the driver's figure: the data sheet's gigabytes minus the
+memory of error correction and the driver. `visible` is PyTorch's figure in public logs of vLLM; for H200 it is an
+estimate from PyTorch's messages.
 
 The measured kernel rates are fits of the model in `libra.cost.sources.layer_kernels` to the kernel times of vLLM that
 aiconfigurator-core 0.12 ships (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of
@@ -274,7 +274,9 @@ _L40S_KERNELS = replace(
 
 
 def _unmeasured(gpu: GPU) -> KernelRates:
-    """Rates by the average shares of the data sheet that H100 and H200 reach, with the fixed times of H100."""
+    """Rates of a GPU without measurements: the data sheet's rates times the average share that H100 and H200 reach of
+    theirs,
+    """
     return replace(
         _H100_KERNELS,
         linear_flops=0.78 * gpu.flops,
@@ -282,7 +284,7 @@ def _unmeasured(gpu: GPU) -> KernelRates:
         expert_flops=0.58 * gpu.flops,
         attention_flops=0.65 * gpu.flops,
         cache_bandwidth=0.91 * gpu.bandwidth,
-        source=f"data sheet of {gpu.name} times what H100 and H200 reach of theirs: not measured",
+        source=f"not measured: data sheet of {gpu.name} times the shares that H100 and H200 reach of theirs",
     )
 
 
@@ -300,7 +302,7 @@ def _roofline(
     tables: TableSystem | None = None,
     training: TrainingShares | None = None,
 ) -> GPURecord:
-    """Record of a GPU without measured kernels, except for tables where there are some."""
+    """Record of a GPU without measured kernel rates; it may have kernel tables."""
     training = training or (_OTHER_HOPPER_TRAINING if architecture == "hopper" else _OTHER_TRAINING)
     training = training if "fp8" in faster else replace(training, fp8=None)
     return GPURecord(gpu, architecture, faster, _unmeasured(gpu), _BUS_OTHERS, training, tables)
@@ -340,7 +342,7 @@ GPUS: Mapping[str, GPU] = {name: record.gpu for name, record in RECORDS.items()}
 
 
 def record_of(gpu: GPU) -> GPURecord:
-    """The record of a GPU; one that a file describes has shares of H100 and H200, and multiplies only in bf16."""
+    """The record of a GPU. A GPU described in a file gets the shares of H100 and H200, and multiplies only in bf16."""
     known = RECORDS.get(gpu.name)
     return _roofline(gpu, "ada", {}) if known is None else known
 
@@ -352,7 +354,7 @@ _MEMORY = re.compile(r"(\d+)\s*gi?b\b")
 
 
 def nearest_gpu(given: str) -> str | None:
-    """The known GPU that `given` spells in another way; never one with other memory, link or chip.
+    """The known GPU for another spelling `given` of its name; never a GPU with other memory, link or chip.
 
     >>> [nearest_gpu(name) for name in ("NVIDIA H100 SXM5 80GB", "h-200", "H100 PCIe", "A30", "H200 80GB")]
     ['H100', 'H200', None, None, None]

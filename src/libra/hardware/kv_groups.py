@@ -13,10 +13,13 @@ KVGroupKind = Literal["full", "window", "chunk", "state"]
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that read the whole context (`full`), its last `tokens` tokens (`window`), the part of it in the current
-    chunk of `tokens` tokens (`chunk`), or a state that represents all of it (`state`). A block holds `block_size`
-    tokens of every layer of a group. A block of a state group holds one state; with prefix caching, the state after its
-    last token."""
+    """Layers with the same kind of cache.
+
+    The layers read the whole context (`full`), its last `tokens` tokens (`window`), its part in the current chunk of
+    `tokens` tokens (`chunk`), or a state that represents the context (`state`). A block holds `block_size` tokens of
+    every layer of the group. A block of a state group holds one state: with prefix caching, the state after the block's
+    last token.
+    """
 
     kind: KVGroupKind = "full"
     block_size: int = 16  # tokens

@@ -40,13 +40,12 @@ class GroupedLayers:
     block_bytes: int
 
     def blocks(self, memory: float) -> int:
-        """Blocks that requests can use in `memory` bytes: vLLM keeps one for itself."""
+        """Blocks that requests can use in `memory` bytes, without the block that vLLM reserves."""
         return max(0, int(memory) // self.block_bytes - 1)
 
 
 def group_layers(layers: Sequence[KVLayer], block_size: int) -> GroupedLayers:
-    """Groups of a model whose attention layers have blocks of `block_size` tokens, or larger ones whose page holds a
-    state.
+    """Groups of a model. Blocks of attention layers have `block_size` tokens, or more if a page must hold a state.
 
     Raises ValueError for a model without layers, and for pages that cannot be made equal.
     """
@@ -88,7 +87,7 @@ def _group(layer: KVLayer, block_size: int, page: int) -> KVGroup:
         block_size *= page // own
     elif layer.latent and own != page:
         raise ValueError(
-            f"a page of a latent layer has {own} bytes, that of other layers {page}: these cannot be made equal; give"
-            " a block_size for which one divides the other"
+            f"a page of a latent layer has {own} bytes, that of other layers {page}: they cannot be made equal; "
+            f"give a block_size for which one size divides the other"
         )
     return KVGroup(layer.kind, block_size, layer.tokens)

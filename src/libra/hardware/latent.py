@@ -1,6 +1,6 @@
-"""Attention over one compressed vector a token, which serves all heads: latent attention, and DeepSeek-V4's.
+"""Attention over one compressed vector per token for all heads: latent attention, and DeepSeek-V4's attention.
 
-Invariant: as in `attention`.
+The invariant of `libra.hardware.attention` holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PACKED = 64 + 8  # bytes of DeepSeek-V4's vector of 8-bit numbers besides these
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one compressed KV vector a token and layer."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one compressed KV vector per token and layer."""
 
     heads: int
     q_rank: int  # 0: queries are not compressed
@@ -61,8 +61,9 @@ class LatentAttention:
         return self.q_rank + self.kv_rank + (hidden if self.bias else 0) + (self.indexer.vectors if self.indexer else 0)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """A latent vector belongs to all heads, so every device keeps it. Where keys are chosen, the type of 8 bits has
-        positions of 16, and a scale for each 128 other numbers (FlashMLA's `fp8_ds_mla`)."""
+        """Every device keeps the latent vector, since it serves all heads. If an indexer chooses keys, 8-bit KV has
+        16-bit positions, and a scale for each 128 other numbers (FlashMLA's `fp8_ds_mla`).
+        """
         packed = self.kv_rank + 4 * self.kv_rank / 128 + 2 * self.rope_dim
         own = Retained(self.kv_rank + self.rope_dim, least=packed if self._chosen else 0.0)
         return (own, Retained(plain=self.indexer.key_bytes)) if self.indexer else (own,)
@@ -72,7 +73,9 @@ class LatentAttention:
         return self.indexer.topk if self.indexer else self.topk
 
     def reads(self, tp: int = 1) -> tuple[Read, ...]:
-        """Absorbed in decoding (DeepSeek-V2, section 2.1), and in a prefill if an indexer chooses keys."""
+        """Reads of absorbed attention when decoding (DeepSeek-V2, section 2.1), and in a prefill if an indexer chooses
+        keys.
+        """
         numbers = self.kv_rank + self.rope_dim
         absorbed = 2 * self.heads / tp * (2 * self.kv_rank + self.rope_dim)
         if self._chosen:
@@ -124,7 +127,8 @@ class LatentAttention:
 class CompressedAttention:
     """DeepSeek-V4's attention: a window of vectors, and one vector for every `ratio` tokens before it.
 
-    A vector is key and value of all heads. Sources: Transformers' `DeepseekV4Attention`, vLLM's `models/deepseek_v4`.
+    A vector is both key and value of all heads. Sources: Transformers' `DeepseekV4Attention`, vLLM's
+    `models/deepseek_v4`.
     """
 
     heads: int
@@ -176,7 +180,8 @@ class CompressedAttention:
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         """The window and the compressed vectors. The compressor's buffer of uncompressed tokens, at most twice its
-        ratio, is left out."""
+        ratio, is not counted.
+        """
         packed = self.head_dim + _PACKED
         found = [Retained(self.head_dim, reach=Reach(self.window), least=packed)]
         if self.ratio:

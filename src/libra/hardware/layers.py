@@ -83,19 +83,22 @@ class LayerKind:
 
     @property
     def parts(self) -> int:
-        """Mixer and MLP: each ends in an all-reduce if layers are divided."""
+        """Number of parts (mixer and MLP); with tensor parallelism, each part ends in an all-reduce."""
         return (self.mixer is not None) + (self.mlp is not None)
 
     def mixer_parameters(self, hidden: int, tp: int = 1) -> float:
-        """Parameters of the mixer on one of `tp` devices: heads are divided, and parameters shared by all heads are
-        repeated. KV heads are repeated if there are fewer than devices (Megatron-LM and vLLM), and so are the
-        down-projections of latent attention."""
+        """Parameters of the mixer on one of `tp` devices. Heads are divided; parameters shared by all heads are
+        repeated. KV heads are repeated if there are more devices than heads (Megatron-LM and vLLM), and so are the
+        down-projections of latent attention.
+        """
         if self.mixer is None:
             return 0.0
         return parameters(self.mixer.matrices(hidden), tp) + self.mixer.vectors(hidden, tp)
 
     def parameters(self, hidden: int, tp: int = 1, ep: int = 1) -> LayerParameters:
-        """Parameters on one device if `tp` devices divide the layer, and `ep` of its replicas the experts."""
+        """Parameters on one device if `tp` devices divide the layer, and `ep` replicas of the layer divide the
+        experts.
+        """
         plain = float(self.norms * hidden + self.other)
         mixer, experts = self.mixer_parameters(hidden, tp), self.experts
         if experts is None:
@@ -116,6 +119,6 @@ class LayerKind:
         return sum(part.bytes(context, number) for part in self.kept(tp))
 
     def key_flops(self, mean: float) -> float:
-        """FLOPs of a forward pass for each key, if each token has `mean` keys on average, seen or not."""
+        """FLOPs of a forward pass per key. Each token has `mean` keys on average, including keys beyond its reach."""
         reads = () if self.mixer is None else self.mixer.reads()
         return sum(it.pair_flops * (1.0 if it.reach == ALL else it.reach.share(mean)) for it in reads)

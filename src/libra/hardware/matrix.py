@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix. `name` is that of the module under its layer, as in checkpoints of Hugging Face."""
+    """One matrix. `name` is the name of its module under the layer, as in Hugging Face checkpoints."""
 
     name: str
     inputs: int

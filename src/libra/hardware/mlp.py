@@ -1,7 +1,7 @@
-"""MLPs of a layer: one that every token takes, and a mixture of experts.
+"""MLPs of a layer: a dense MLP, and a mixture of experts.
 
-Invariant: an MLP is possible, and its parameters are those of the checkpoint, without the bias on expert scores, which
-no gradient trains.
+Invariant: an MLP's shape is possible, and its parameters equal those of the checkpoint, without the bias on expert
+scores, which no gradient trains.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from libra.hardware.checks import require_at_least
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Two matrices, or three if the product is gated."""
+    """A dense MLP of two matrices, or three if the product is gated."""
 
     intermediate: int
     gated: bool = True
@@ -60,11 +60,11 @@ class Experts:
             raise ValueError(f"active is {self.active}, but there are {self.count} experts; lower it")
         if self.count % self.groups or self.active_groups > self.groups:
             raise ValueError(
-                f"groups is {self.groups} and active_groups {self.active_groups}; take groups that divide the"
-                f" {self.count} experts, and as many or fewer of them"
+                f"groups is {self.groups} and active_groups {self.active_groups}; set groups to a divisor of the "
+                f"{self.count} experts, and active_groups to at most groups"
             )
         if self.active * self.groups > self.count * self.active_groups:
-            raise ValueError(f"active is {self.active}, more than {self.active_groups} groups have; lower it")
+            raise ValueError(f"active is {self.active}, more than the experts in {self.active_groups} groups; lower it")
 
     @property
     def matrices(self) -> int:
@@ -82,11 +82,11 @@ class Experts:
         return self.matrices * width * self.intermediate + bias
 
     def of_shared(self, hidden: int) -> int:
-        """Parameters that every token takes: of shared experts, and of the projections around routed ones."""
+        """Parameters that every token passes: shared experts, and the projections around routed experts."""
         return self.matrices * hidden * self.shared_intermediate + 2 * hidden * self.latent
 
     def of_router(self, hidden: int) -> int:
-        """Parameters that every device of a tensor-parallel group has."""
+        """Parameters of the router, which every device of a tensor-parallel group has."""
         return (
             hidden * self.count
             + (self.count if self.router_bias else 0)
@@ -95,10 +95,10 @@ class Experts:
         )
 
     def parameters(self, hidden: int, routed: int) -> int:
-        """Parameters of a layer with `routed` of its routed experts."""
+        """Parameters of a layer with `routed` routed experts."""
         return routed * self.of_one(hidden) + self.of_shared(hidden) + self.of_router(hidden)
 
 
 def _inner(gated: bool) -> int:
-    """Matrices that widen a token."""
+    """Number of matrices that increase a token's width."""
     return 2 if gated else 1

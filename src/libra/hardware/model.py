@@ -1,7 +1,7 @@
-"""Shape of a language model, and its parameters, FLOPs and KV bytes, by arithmetic on its layers.
+"""Shape of a language model; parameters, FLOPs and KV bytes follow from its layers.
 
-Invariant: a `ModelSpec` is complete and possible, and its parameter counts are exact: those of the checkpoint.
-`model_file` reads shapes; `decoder` makes shapes with the same attention in all layers.
+Invariant: a `ModelSpec` is complete and possible, and its parameter counts equal those of the checkpoint. `model_file`
+reads shapes; `decoder` makes shapes with the same attention in all layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class ModelSpec:
         require_at_least(1, layers=len(self.order), hidden=self.hidden, vocab=self.vocab, max_context=self.max_context)
         require_at_least(0, tower=self.tower, other=self.other)
         if set(self.order) != set(range(len(self.kinds))):
-            raise ValueError(f"order names other kinds than the {len(self.kinds)} of the model; name each of them")
+            raise ValueError(
+                f"order must use each of the {len(self.kinds)} kinds of the model, and no others: correct it"
+            )
         if len({kind.experts for kind in self.kinds if kind.experts}) > 1:
             raise ValueError("layers have experts of different shapes, and only one shape is supported")
 
@@ -58,12 +60,13 @@ class ModelSpec:
         return tuple((kind, self.order.count(index)) for index, kind in enumerate(self.kinds))
 
     def count(self, chosen: Callable[[LayerKind], bool]) -> int:
-        """Number of layers of the kinds that `chosen` accepts."""
+        """Number of layers whose kind `chosen` accepts."""
         return sum(count for kind, count in self.counted if chosen(kind))
 
     def stage(self, pp: int, weight: Callable[[LayerKind], float] | None = None) -> tuple[tuple[LayerKind, int], ...]:
-        """Kinds and numbers of the heaviest ceil(layers / pp) consecutive layers, by default by parameters. All
-        pipeline stages are assumed to have this depth."""
+        """Kinds of the heaviest ceil(layers / pp) consecutive layers, with the number of layers of each. The weight is
+        by default the number of parameters. All pipeline stages are assumed to have this depth.
+        """
         deep = -(-self.layers // pp)
         if len(self.kinds) == 1:
             return ((self.kinds[0], deep),)
@@ -75,33 +78,34 @@ class ModelSpec:
 
     @property
     def experts(self) -> Experts | None:
-        """The experts of all layers with experts; None: every MLP is dense."""
+        """The experts, equal in all layers that have experts; None: every MLP is dense."""
         return next((kind.experts for kind in self.kinds if kind.experts), None)
 
     @property
     def sparse_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.count(lambda kind: kind.experts is not None)
 
     @property
     def dense_layers(self) -> int:
-        """Layers with an MLP that every token takes."""
+        """Number of layers with a dense MLP."""
         return self.count(lambda kind: kind.dense is not None)
 
     @property
     def intermediate(self) -> int:
-        """Width of the widest MLP that every token takes; 0 if there is none."""
+        """Width of the widest dense MLP; 0 without one."""
         return max((kind.dense.intermediate for kind in self.kinds if kind.dense), default=0)
 
     @property
     def latent(self) -> bool:
-        """Whether a layer keeps compressed vectors instead of keys and values."""
+        """Whether any layer keeps compressed vectors instead of keys and values."""
         return any(isinstance(kind.mixer, LatentAttention) for kind in self.kinds)
 
     @property
     def plain_attention(self) -> Attention | None:
-        """The attention of all layers, if it is the same in all, sees every key, and has only projections, biases of
-        queries, keys and values, and norms of a head's width; None otherwise."""
+        """The attention of all layers, if it is plain; None otherwise. Plain attention is equal in all layers and sees
+        every key. It has only projections, biases of queries, keys and values, and norms of a head's width.
+        """
         mixers = {kind.mixer for kind in self.kinds}
         first = next(iter(mixers))
         if len(mixers) > 1 or not isinstance(first, Attention):
@@ -113,22 +117,22 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Input embedding and language-model head."""
+        """Parameters of the input embedding and the language-model head."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def expert_parameters(self) -> int:
-        """One routed expert of one layer; 0 without experts."""
+        """Parameters of one routed expert of one layer; 0 without experts."""
         return self.experts.of_one(self.hidden) if self.experts else 0
 
     @property
     def routed_parameters(self) -> int:
-        """All routed experts of all layers."""
+        """Parameters of all routed experts of all layers."""
         return self.sparse_layers * self.expert_parameters * (self.experts.count if self.experts else 0)
 
     @property
     def parameters(self) -> int:
-        """All parameters: those that the checkpoint holds."""
+        """All parameters of the checkpoint."""
         return self.trained_parameters + self.tower
 
     @property
@@ -152,9 +156,9 @@ class ModelSpec:
     def device_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> LayerParameters:
         """Parameters on one device of the heaviest pipeline stage.
 
-        `tp` devices divide every layer's heads and MLPs, embeddings and towers; `ep` of the data-parallel replicas also
-        divide the routed experts. With several stages, the first has one of the two embeddings, the last the other.
-        Raises ValueError if the degrees do not divide the model.
+        `tp` devices divide every layer's heads and MLPs, embeddings and towers. `ep` data-parallel replicas also divide
+        the routed experts. Of several stages, the first has the input embedding and the last the output head. Raises
+        ValueError if the degrees do not divide the model.
         """
         refusal = self.tp_refusal(tp)
         if refusal:
@@ -173,9 +177,10 @@ class ModelSpec:
     # A sequence
 
     def kv_bytes(self, context: float, number: float, tp: int = 1, pp: int = 1) -> float:
-        """Bytes of a sequence of `context` tokens in the memory of one of `tp` devices, for the layers of the fullest
-        pipeline stage. `number` is the bytes of a number of KV. Full attention grows with each token, windows stop at
-        their width, states have a constant size, and an indexer adds its keys."""
+        """Bytes of a sequence of `context` tokens on one of `tp` devices of the fullest pipeline stage. `number` is the
+        size of a KV number in bytes. Full attention grows with each token, a window stops at its width, a state has a
+        constant size, and an indexer adds its keys.
+        """
 
         def weight(kind: LayerKind) -> float:
             return kind.kv_bytes(context, number, tp)
@@ -188,20 +193,21 @@ class ModelSpec:
         return all(part.grows for kind in self.kinds for part in kind.kept())
 
     def kv_bytes_per_token(self, number: float, tp: int = 1, pp: int = 1, context: float | None = None) -> float:
-        """`kv_bytes` for each token of a sequence of `context` tokens, by default the model's longest. It is the same
-        at any length if the model is `even`."""
+        """`kv_bytes` per token of a sequence of `context` tokens, by default the model's longest. If the model is
+        `even`, the result does not depend on the length.
+        """
         if self.even:
             return self.kv_bytes(1, number, tp, pp)
         length = max(1.0, self.max_context if context is None else context)
         return self.kv_bytes(length, number, tp, pp) / length
 
     def forward_flops(self, tokens: float, context_sum: float) -> float:
-        """FLOPs of a forward pass over `tokens` tokens, logits of each included.
+        """FLOPs of a forward pass over `tokens` tokens, including the logits of each.
 
-        `context_sum` is the sum over these tokens of the keys up to each: n * (n + 1) / 2 for a causal sequence of n.
-        Two per multiplied parameter and token, and per head, layer and key 2 for each dimension of the key and of the
-        value (Narayanan et al. 2021, arXiv 2104.04473, appendix; there without the causal mask), of the keys that the
-        layer's attention sees. Backward is twice it.
+        `context_sum` is the sum, over these tokens, of the number of keys up to the token: n * (n + 1) / 2 for a causal
+        sequence of n. A multiplied parameter takes 2 FLOPs per token. A key that the layer's attention sees takes 2
+        FLOPs per head, and per dimension of the key and of the value (Narayanan et al. 2021, arXiv 2104.04473,
+        appendix; there without the causal mask). A backward pass takes twice the forward FLOPs.
         """
         vocabulary = self.vocab * self.hidden
         multiplied = self.active_parameters - self.embedding_parameters + vocabulary
@@ -210,17 +216,18 @@ class ModelSpec:
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of a forward pass for each token in addition to those of its parameters: the FLOPs of states."""
+        """FLOPs of states per token in a forward pass; they come on top of the FLOPs of parameters."""
         return sum(count * kind.mixer.token_flops for kind, count in self.counted if kind.mixer)
 
     def key_flops(self, mean: float = 0.0) -> float:
-        """FLOPs of a forward pass for each key of a token that has `mean` keys on average, including keys beyond reach;
-        0: all are within reach."""
+        """FLOPs of a forward pass per key. Tokens have `mean` keys on average, including keys beyond reach; 0: all keys
+        are within reach.
+        """
         return sum(count * kind.key_flops(mean) for kind, count in self.counted)
 
 
 def arranged(layers: Sequence[LayerKind]) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """`kinds` and `order` of a model with these layers, in order."""
+    """`kinds` and `order` of a model with these layers."""
     kinds = tuple(dict.fromkeys(layers))
     index = {kind: number for number, kind in enumerate(kinds)}
     return kinds, tuple(index[kind] for kind in layers)

@@ -1,8 +1,8 @@
 """Shapes of models by name, or from a Hugging Face config.json.
 
-Invariant: a configuration is read completely or refused. A missing field, an unknown family and an unsupported part are
-refused by the name of the field. Defaults are those of the family's class (`libra.hardware.families.known`). A note
-names unread fields that may change the shape. `quantization_config` describes the stored weights
+Invariant: a configuration is read completely or refused. The error for a missing field, an unknown family or an
+unsupported part names the field. Defaults come from the family's class (`libra.hardware.families.known`). A note names
+unread fields that may change the shape. `quantization_config` describes the stored weights
 (`libra.hardware.checkpoint_file`).
 """
 
@@ -35,9 +35,12 @@ def _silent(text: str) -> None:
 
 
 def load_model(path_or_name: str | Path, note: Note = _silent) -> ModelSpec:
-    """Load a config.json, a directory that holds one, or a model that ships with Libra (`model_names`) by its name, in
-    any case and with or without its organisation. Files on disk come first. `note` gets a line for each part of the
-    file that is not read. Raises `ConfigError`."""
+    """Load a model's shape from a config.json, a directory with a config.json, or the name of a known model
+    (`model_names`).
+
+    Files on disk come first. Names ignore case, and may omit the organisation. `note` gets a line for each part of the
+    file that is not read. Raises `ConfigError`.
+    """
     path = Path(path_or_name)
     if path.is_dir():
         path /= "config.json"
@@ -72,8 +75,8 @@ def _from_library(given: str, note: Note) -> ModelSpec:
         close = nearest(_short(given), same)
         hint = f"did you mean {by_name[close]}? Known are" if close else "known are"
         raise ConfigError(
-            f"{shown(given)}: no such file or known model; {hint} {', '.join(names)}; for another one give its"
-            " config.json"
+            f"{shown(given)}: no such file or known model; {hint} {', '.join(names)}; for another model, give its "
+            f"config.json"
         )
     file = f"{name.replace('/', '--')}.json"
     text = (files("libra.hardware") / "models" / file).read_text(encoding="utf-8")
@@ -86,7 +89,7 @@ def _short(name: str) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """Version and sizes in a name. A difference in one means another model, not another spelling."""
+    """Version and sizes in a name. A different number means another model, not another spelling."""
     return re.findall(r"\d+(?:\.\d+)?", name)
 
 
@@ -110,12 +113,12 @@ def _parse(text: str, path: Path, name: str, note: Note) -> ModelSpec:
 
 
 def _unread(top: Fields) -> Iterator[str]:
-    """Notes on fields that may change the shape: unread ones, and absent ones, with the assumed value."""
+    """Notes on fields that may change the shape: unread fields, and absent fields with their assumed values."""
     unread, assumed = list(top.unread()), [f"{field} {value}" for field, value in top.assumed()]
     if unread:
-        yield f"not read: {', '.join(unread)}; check the parameters if one of them changes the shape"
+        yield f"fields not read: {', '.join(unread)}; compare the number of parameters: these may change the shape"
     if assumed:
-        yield f"not given, and assumed: {', '.join(assumed)}"
+        yield f"absent fields, with assumed values: {', '.join(assumed)}"
 
 
 # Fields that give what a part of a layer calls so.
@@ -128,7 +131,9 @@ _GIVEN_BY = {
 
 
 def _of_field(text: str, fields: Fields) -> str:
-    """A refusal that begins with its field: that of a part of a layer names what the part has."""
+    """An error that begins with the field of the file, for an error of a layer's part, which names its own
+    attribute.
+    """
     if re.match(r"[\w.]+: ", text):
         return text
     given = (name for name in _GIVEN_BY.get(text.partition(" ")[0], ()) if fields.given(name))
@@ -136,8 +141,9 @@ def _of_field(text: str, fields: Fields) -> str:
 
 
 def _quantization(data: dict[str, object]) -> object:
-    """The value of `quantization_config`, of the file or of the configuration that it wraps. DeepSeek-V4 has a separate
-    field for the type of its experts."""
+    """The value of `quantization_config`, in the file or in its wrapped configuration. DeepSeek-V4 has a separate field
+    for the type of its experts.
+    """
     inside = (data.get(field) for field in _WRAPPERS)
     every = (data, *(it for it in inside if isinstance(it, dict)))
     found = next((it["quantization_config"] for it in every if it.get("quantization_config") is not None), None)
@@ -146,8 +152,9 @@ def _quantization(data: dict[str, object]) -> object:
 
 
 def _beside(path: Path) -> object:
-    """ModelOpt's quantisation in `hf_quant_config.json`, next to an older config.json or to one with a prefix. None: no
-    file."""
+    """ModelOpt's quantisation from `hf_quant_config.json`, next to an older config.json or one with a prefix. None: no
+    such file.
+    """
     file = path.with_name(f"{path.name.removesuffix('config.json')}hf_quant_config.json")
     if not path.name.endswith("config.json") or not file.is_file():
         return None
@@ -191,13 +198,14 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
     unread = None if family.known else next(fields.unread(), None)
     if unread is not None:
         raise ValueError(
-            f"{unread}: this field may change the shape, and its family is unknown, so it is not supported"
+            f"{unread}: this field may change the shape, but its meaning in an unknown family is unclear, so the "
+            f"model is not supported"
         )
     return spec
 
 
 def _family(top: Fields, fields: Fields, kind: object, inner: object, note: Note) -> Family:
-    """The family of a configuration `fields`, called `inner` if it is wrapped."""
+    """The family of a configuration `fields`; `inner` is its name in a wrapper."""
     architectures = fields.names("architectures")
     named = inner if inner is not None else WRAPPED.get(kind, kind) if isinstance(kind, str) else kind
     if named is None and not architectures:
@@ -218,5 +226,7 @@ def _family(top: Fields, fields: Fields, kind: object, inner: object, note: Note
     family = FAMILIES[named]
     if architectures and not any(it.endswith(_GENERATING) for it in architectures):
         known = " or ".join(_GENERATING)
-        raise fields.error("architectures", f"{shown(architectures[0])} predicts no tokens; only classes {known} do")
+        raise fields.error(
+            "architectures", f"{shown(architectures[0])} does not predict tokens; only classes {known} are supported"
+        )
     return family

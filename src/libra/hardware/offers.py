@@ -1,7 +1,7 @@
-"""Clusters to choose from, named as in `h100:8..64,b200:8..32`.
+"""Offered clusters, written as in `h100:8..64,b200:8..32`.
 
-Invariant: an offer is a cluster of whole nodes of one class. The class is one of the cluster file, or nodes of a known
-GPU as clouds rent them.
+Invariant: an offer is a cluster of whole nodes of one class. The class comes from the cluster file, or is a known GPU's
+usual cloud node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
     dollars for an hour of one GPU, by name; they replace those of the file. Raises ValueError.
     """
     clusters: list[Cluster] = []
-    notes = [f"{pool.name} serves: no offer has it, nor what it lends" for pool in file.serving] if file else []
+    notes = (
+        [f"{pool.name} serves users: no offer contains this pool, or its loans" for pool in file.serving]
+        if file
+        else []
+    )
     of_gpu = {name.casefold(): cost for name, cost in costs.items()}
     for part in text.split(","):
         match = _OFFER.fullmatch(part)
@@ -45,8 +49,8 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
         if nodes is None:
             nodes = _rented(name, first, last)
             notes.append(
-                f"{name}: nodes of {nodes.gpus} {nodes.gpu.name} with {rate(nodes.inter_bandwidth)} to other nodes are"
-                " assumed; give a cluster file for others"
+                f"{name}: nodes of {nodes.gpus} {nodes.gpu.name} with {rate(nodes.inter_bandwidth)} to other "
+                f"nodes are assumed; give a cluster file to change this"
             )
         if (cost := of_gpu.get(name.casefold())) is not None:
             nodes = replace(nodes, cost_per_hour=cost * nodes.gpus)
@@ -84,10 +88,12 @@ def _network(gpu: GPU) -> float:
 
 
 def _sizes(nodes: NodeClass, first: int, last: int) -> list[int]:
-    """Numbers of GPUs from `first` to `last`: all that are whole nodes, or `MOST_SIZES` of them, evenly by ratio."""
+    """Numbers of GPUs from `first` to `last` that are whole nodes; at most `MOST_SIZES`, spaced evenly by ratio."""
     for size in (first, last):
         if size % nodes.gpus:
-            raise ValueError(f"{nodes.name}: {size} GPUs are not whole nodes of {nodes.gpus}; give a multiple of it")
+            raise ValueError(
+                f"{nodes.name}: {size} GPUs are not whole nodes of {nodes.gpus}; give a multiple of {nodes.gpus}"
+            )
     low, high = first // nodes.gpus, last // nodes.gpus
     if high - low < MOST_SIZES:
         counts = list(range(low, high + 1))

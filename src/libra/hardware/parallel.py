@@ -1,8 +1,7 @@
 """Layouts that spread one model over devices for training.
 
-Invariant: a `ParallelLayout` is a layout that could run: its degrees are consistent with each other.
-`libra.cost.train_memory` tells whether a device can hold its share of a model. A `LayoutTable` holds many layouts
-as columns, so the formulas for one layout price thousands at once.
+Invariant: the degrees of a `ParallelLayout` are consistent. `libra.cost.train_memory` tells whether a layout fits into
+memory. A `LayoutTable` holds many layouts as columns, so that formulas price thousands of layouts at once.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ Array = NDArray[np.float64]
 class ParallelLayout:
     """Degrees of parallelism, and the division of stored state.
 
-    `recompute`: activations that the backward pass computes again. "selective": norm outputs and the gated product of
-    the MLP, which cost memory traffic only; "full": whole layers. `sharding`: what data-parallel (and context-parallel)
-    ranks divide among themselves, as ZeRO counts it (Rajbhandari et al. 2020, arXiv 1910.02054): optimiser state
-    ("zero1", Megatron's distributed optimiser), gradients too ("zero2"), weights too ("zero3", FSDP). `virtual`: parts
-    of the model on each device of a pipeline, alternating with those of other devices (interleaved 1F1B, Narayanan et
-    al. 2021, arXiv 2104.04473, sec. 2.2). `whole_experts`: tensor parallelism divides no expert (Megatron's expert
-    tensor parallel size is 1, instead of tp), and expert-parallel groups are made of tensor-parallel ranks, too.
+    - `recompute`: activations that the backward pass computes again. "selective": norm outputs and the gated product of
+    the MLP, which cost only memory traffic; "full": whole layers.
+    - `sharding`: state that data- and context-parallel ranks divide (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054).
+    "zero1": optimiser state (Megatron's distributed optimiser); "zero2": gradients, too; "zero3": weights, too (FSDP).
+    - `virtual`: parts of the model on each device of a pipeline, which alternate with parts of other devices
+    (interleaved 1F1B, Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2).
+    - `whole_experts`: tensor parallelism does not divide experts (Megatron's expert tensor parallel size is 1 instead
+    of tp), and expert-parallel groups also contain tensor-parallel ranks.
     """
 
     tp: int
@@ -80,12 +80,12 @@ class ParallelLayout:
 
     @property
     def name(self) -> str:
-        """Degrees first, then the division of stored state."""
+        """Name of the layout: degrees, then the division of stored state."""
         return self._named(str(self.dp))
 
     @property
     def family(self) -> str:
-        """The name of all layouts that differ from this one only in dp."""
+        """Name shared by all layouts that differ only in dp."""
         return self._named("*")
 
     def _named(self, dp: str) -> str:
@@ -142,7 +142,7 @@ class LayoutTable:
 
     @property
     def expert_parts(self) -> Array:
-        """Devices that divide the routed experts of a stage."""
+        """Number of devices that divide the routed experts of a stage."""
         parts: Array = self.ep * np.where(self.whole == 1, 1.0, self.tp)
         return parts
 
@@ -152,7 +152,7 @@ class LayoutTable:
         return self.tp * self.dp * self.cp / self.expert_parts
 
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> LayoutTable:
-        """The layouts at these positions, or at those where the mask is true."""
+        """The layouts at these positions, or at the positions where a mask is true."""
         return LayoutTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def with_dp(self, dp: Array) -> LayoutTable:

@@ -1,6 +1,6 @@
 """State-space mixers: Mamba and Mamba-2.
 
-Invariant: as in `states`.
+The invariant of `libra.hardware.states` holds.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Mamba2(StateMixer):
         return (convolution + 3 * self.heads + norm) / tp + (hidden if self.bias else 0)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """Groups that do not divide over the devices are repeated, so each head has its own."""
+        """State of a sequence. Groups that the devices cannot divide are repeated for each head."""
         groups = self.groups if self.groups % tp == 0 else tp
         inputs = (self.kernel - 1) * (self.width + 2 * groups * self.state) * INPUT_BYTES
         return (Retained(state=(inputs + self.width * self.state * self.state_bytes) / tp),)
@@ -113,7 +113,7 @@ class Mamba2(StateMixer):
 
     @property
     def token_flops(self) -> float:
-        """Decay, an outer product and a product with a vector: 5 for each number of the state."""
+        """FLOPs per token: decay, an outer product and a product with a vector take 5 per number of the state."""
         return 5.0 * self.width * self.state
 
     def saved(self, tp: Array) -> Array:

@@ -1,7 +1,8 @@
-"""Mixers that keep a state of one size for each sequence: delta networks, lightning attention, short convolutions.
+"""Mixers that keep a state of constant size per sequence: delta networks, lightning attention, short convolutions.
 
-Invariant: as in `attention`. States are those of vLLM's `MambaStateShapeCalculator`: the last inputs of a convolution
-in 16 bits, and matrices in a type of their own. FLOPs are those of the recurrence; chunked kernels take a few more.
+The invariant of `libra.hardware.attention` holds. States have the shapes of vLLM's `MambaStateShapeCalculator`: the
+last inputs of a convolution in 16 bits, and matrices in their own type. FLOPs are those of the recurrence; chunked
+kernels take slightly more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StateMixer:
         return None
 
     def ring(self, tp: Array) -> Array:
-        """A rank sends its state once, which is negligible for each token."""
+        """Numbers sent per token: 0, since a rank sends its state only once."""
         nothing: Array = 0.0 * tp
         return nothing
 
@@ -81,7 +82,9 @@ class GatedDeltaNet(StateMixer):
 
     @property
     def token_flops(self) -> float:
-        """Decay, two products of the state with a vector, and an outer product: 7 for each number of the state."""
+        """FLOPs per token: decay, two products of the state with a vector, and an outer product take 7 per number of
+        the state.
+        """
         return 7.0 * self.width * self.key_dim
 
     def saved(self, tp: Array) -> Array:
@@ -98,7 +101,7 @@ class GatedDeltaNet(StateMixer):
 
 @dataclass(frozen=True, slots=True)
 class KimiDelta(StateMixer):
-    """Kimi's delta attention (arXiv 2510.26692): a delta network that decays each channel by itself."""
+    """Kimi's delta attention (arXiv 2510.26692): a delta network with a separate decay for each channel."""
 
     heads: int
     head_dim: int

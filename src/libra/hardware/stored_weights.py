@@ -1,7 +1,7 @@
 """Storage of the matrices of a model's layers: the type of their numbers, and the matrices that keep 16 bits.
 
-Invariant: a format covers every matrix of every layer; embeddings, the output head, norms and routers have 16 bits in
-every format. Scales of groups count; scales of whole matrices, channels or square blocks are too few to count.
+Invariant: a format covers every matrix of every layer. Embeddings, the output head, norms and routers always have 16
+bits. Scales of groups are counted; scales of whole matrices, channels or square blocks are negligible.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Type in which tensor cores multiply; bf16: weights are widened as they are read, as vLLM's Marlin kernels do.
+# Type in which tensor cores multiply; bf16: weights are converted when read, as in vLLM's Marlin kernels.
 Product = Literal["bf16", "fp8", "int8", "fp4"]
 MatrixKind = Literal["attention", "dense", "shared", "experts"]
 MATRIX_KINDS: tuple[MatrixKind, ...] = ("attention", "dense", "shared", "experts")
@@ -18,7 +18,9 @@ _PLAIN_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """Numbers of `bits` bits; every `group` of them share `scale_bits` bits, of a scale and perhaps a zero point."""
+    """Numbers of `bits` bits. Each group of `group` numbers shares `scale_bits` bits for a scale and perhaps a zero
+    point.
+    """
 
     bits: int
     group: int = 1
@@ -26,13 +28,13 @@ class NumberFormat:
 
     @property
     def bytes(self) -> float:
-        """Bytes of a number, with its part of the scale."""
+        """Bytes of a number, including its part of the scale."""
         return (self.bits + self.scale_bits / self.group) / 8
 
 
 @dataclass(frozen=True, slots=True)
 class KeptShares:
-    """Shares of the parameters of each kind of matrix that keep 16 bits: 0 none, 1 all."""
+    """Share of the parameters of each kind of matrix that keeps 16 bits, 0 to 1."""
 
     attention: float = 0.0
     dense: float = 0.0  # MLPs of layers without experts
@@ -50,7 +52,7 @@ class KeptShares:
 
 @dataclass(frozen=True, slots=True)
 class KindFormat:
-    """Numbers of one kind of matrix, if they differ from those of the others."""
+    """Number format of one kind of matrix that differs from the other kinds."""
 
     kind: MatrixKind
     number: NumberFormat
@@ -59,7 +61,7 @@ class KindFormat:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """One way to store weights. `name` is vLLM's if it has one."""
+    """A format for stored weights. `name` is vLLM's name, if any."""
 
     name: str
     number: NumberFormat
@@ -71,7 +73,7 @@ class WeightFormat:
 
     @property
     def whole(self) -> bool:
-        """Whether all matrices of a layer have the same numbers, and none keeps 16 bits."""
+        """Whether all matrices of a layer have the same number format, and none keeps 16 bits."""
         return self.kept == KeptShares() and not self.own
 
     @property

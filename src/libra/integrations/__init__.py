@@ -1,1 +1,1 @@
-"""Libra inside other trainers. Each module needs its host, which it imports, and which Libra never requires."""
+"""Libra inside other trainers. Each module imports its host framework, which is not a dependency of Libra."""

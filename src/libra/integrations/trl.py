@@ -1,8 +1,8 @@
-"""TRL's AsyncGRPO on engines behind `libra route`: its rollouts name trajectories, tools and rewards, and its weights
+"""TRL's AsyncGRPO on engines behind `libra route`: rollouts report trajectories, tools and rewards, and new weights
 reach every engine.
 
-Invariant: a scored rollout is a finished trajectory of the gateway, with its own reward; one that is never trained on
-is forgotten there. TRL has no public place for this, so private methods of its rollout loop are extended, and its
+Invariant: a scored rollout becomes a finished trajectory of the gateway, with its reward; the gateway forgets a rollout
+that is not used. TRL has no public interface for this. So private methods of its rollout loop are extended, and its
 version is checked.
 """
 
@@ -75,16 +75,17 @@ class LibraRolloutLoop(_AsyncRolloutLoop):
         return samples
 
     async def _tell(self, path: str, body: dict[str, Any]) -> None:
-        """Tell the gateway of an end. Training continues if it does not answer."""
+        """Report an end to the gateway. Training continues if the gateway does not answer."""
         try:
             await super()._post(path, body, _FINISH_SECONDS)
         except (aiohttp.ClientError, OSError) as error:
-            _LOG.warning("the gateway is not told %s: %s", path, error)
+            _LOG.warning("the gateway did not receive %s: %s", path, error)
 
 
 def _rewards(conversations: Iterable[Sequence[Any]], samples: Sequence[Any]) -> Iterator[float | None]:
-    """Reward of each conversation. Each has as many samples as it has training sequences, in the same order. None: it
-    has none, or was not scored."""
+    """Reward of each conversation; None if it was not scored. A conversation has one sample per training sequence, in
+    the same order.
+    """
     first = 0
     for sequences in conversations:
         reward = samples[first].metrics["reward"] if sequences else math.nan
@@ -115,11 +116,13 @@ class FleetWeights:
         self._client.wait_for_server_ready()
 
     def pause(self) -> None:
-        """Stop engines between two iterations; turns in flight stay."""
+        """Stop engines between two iterations; turns in flight are kept."""
         self._client.pause(self._timeout)
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises RuntimeError with an engine's answer if one does not load the weights."""
+        """Send the weights to all engines. Raises RuntimeError with the engine's answer if an engine does not load
+        them.
+        """
         part = self._directory / "model.part"
         save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in iterator}, part)
         part.replace(self._directory / "model.safetensors")  # an engine may still map the last version
@@ -130,7 +133,7 @@ class FleetWeights:
         self._client.resume(self._timeout)
 
     def destroy(self) -> None:
-        """Nothing to release: the last version stays on disk."""
+        """Do nothing: the last version stays on disk."""
 
     def _order(self, path: str, body: dict[str, Any]) -> None:
         answer = requests.post(f"{self._client.server_url}{path}", json=body, timeout=self._timeout)

@@ -1,7 +1,8 @@
-"""A taskset of verifiers as the environment of `libra run`: verifiers plays and scores, the run's engines answer.
+"""A taskset of verifiers as the environment of `libra run`: verifiers plays and scores episodes, and the run's engines
+answer.
 
-Invariant: verifiers works in a process of its own (`verifiers_player.py`), so that the run's controller neither waits
-for it nor ends with it. When that process ends before the run, every episode under way fails at once.
+Invariant: verifiers runs in a separate process (`verifiers_player.py`), so that it cannot block or end the run's
+controller. If this process ends before the run, every episode in progress fails at once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from libra.exec.background import background
 if find_spec("verifiers") is None:
     raise ModuleNotFoundError("No module named 'verifiers'; pip install 'verifiers>=0.4,<0.5'")
 
-_END_SECONDS = 10.0  # from the order to end
-_SAID = 300  # characters of what it said last
+_END_SECONDS = 10.0  # seconds from the order to end
+_SAID = 300  # characters quoted from its last output
 
 
 class VerifiersEnvironment:
-    """`kind: verifiers`. Its options: `id` of a taskset that can be imported; `env`, what else `--env` of verifiers
-    takes; `tasks`, to take no more than the first of a taskset; `turn_tokens`."""
+    """`kind: verifiers`. Options: `id` of a taskset that can be imported; `env`, more settings of verifiers' `--env`;
+    `tasks`, a limit on the number of tasks; `turn_tokens`.
+    """
 
     def __init__(
         self, id: str, env: Mapping[str, Any] | None = None, tasks: int | None = None, turn_tokens: int = 1024
@@ -41,7 +43,7 @@ class VerifiersEnvironment:
         self.name, self.turn_tokens = id, turn_tokens
         options = json.dumps({"path": sys.path, "id": id, "env": env or {}, "most": tasks})
         self._command = [sys.executable, "-m", "libra.integrations.verifiers_player", options]
-        # Asked for nothing, it says how many tasks there are, and ends.
+        # Without a request, the process prints the number of tasks and ends.
         described = subprocess.run(self._command, input=b"", capture_output=True)
         told = json.loads(described.stdout.partition(b"\n")[0] or "{}")
         if "tasks" not in told:
@@ -82,7 +84,7 @@ class _Player:
         self._process, self._orders, self._answers, self._log = process, process.stdin, process.stdout, log
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[float]] = {}
-        self._gone = ""  # once it has ended: how
+        self._gone = ""  # the reason, after its end
         self._listening = background(self._listen())
 
     async def play(self, task: int, seat: Seat) -> float:

@@ -1,8 +1,8 @@
 """The process in which verifiers plays and scores the episodes of `libra run`: `integrations/verifiers.py` starts it.
 
-Invariant: one rollout of verifiers is one episode, with the sum of its weighted rewards. Its agent runs as a process of
-this machine unless the options name another runtime. A line of JSON on standard input asks for an episode, one on
-standard output answers; whatever else is printed is for the log.
+Invariant: one rollout of verifiers is one episode, with the sum of its weighted rewards. Its agent runs as a process on
+this machine unless the options name another runtime. A line of JSON on standard input requests an episode, and a line
+on standard output answers. All other output goes to the log.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class VerifiersPlayer:
     def __init__(self, id: str, env: Mapping[str, Any], most: int | None) -> None:
         try:
             self._env = load_environment(_config(id, env))
-        except (ImportError, AttributeError) as error:  # of a module that is none, or has none
+        except (ImportError, AttributeError) as error:  # error of a module without a taskset
             raise ValueError(f"{id}: {error}") from None
         if most is None and not self._env.taskset.bounded:
-            raise ValueError(f"the taskset {id} has no end: give tasks, how many of them there are")
+            raise ValueError(f"the taskset {id} is infinite: set tasks to the number of tasks to use")
         self.tasks = list(islice(self._env.taskset, most))
 
     async def answer(self, asked: TextIO, answers: TextIO) -> None:
-        """Play what is asked for, until nothing more can be."""
+        """Play the requested episodes until standard input ends."""
         lines = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), asked)
         playing: set[asyncio.Task[None]] = set()
@@ -74,7 +74,7 @@ class VerifiersPlayer:
 
 
 def _config(id: str, env: Mapping[str, Any]) -> Any:
-    """Raises ValueError if more than one agent plays, since an episode has one reward here."""
+    """Configuration of verifiers. Raises ValueError if more than one agent plays, since an episode has one reward."""
     config = resolve_env_config({**env, "taskset": {**env.get("taskset", {}), "id": id}})
     roles = agent_config_fields(config)
     if len(roles) != 1:

@@ -1,6 +1,6 @@
 """Lengths of a gateway's trajectories, for a planner.
 
-Invariant: a finished trajectory counts in full; one that its client never finished is a lower bound.
+Invariant: a finished trajectory counts in full. A trajectory that its client never finished counts as a lower bound.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CLASSES = 8
 
 @dataclass(slots=True)
 class SeenLengths:
-    """Call `ended` with each trajectory that ends."""
+    """Statistics of ended trajectories. Call `ended` for each trajectory that ends."""
 
     tracker: LengthTracker = field(default_factory=LengthTracker)
-    untracked: int = 0  # trajectories that are longer than the tracker takes
+    untracked: int = 0  # number of trajectories that are too long for the tracker
     _finished: int = 0
     _unfinished: deque[Trajectory] = field(default_factory=lambda: deque(maxlen=_UNFINISHED))
 

@@ -1,25 +1,27 @@
-"""Seconds that an engine takes for a generated token, learned from the turns that it has answered.
+"""Pace of an engine: seconds per generated token, learned from its answered turns.
 
-Invariant: a pace never falls as the load rises, and is None until a turn of the engine, or of one like it, has ended.
+Invariant: a pace never decreases with the load. It is None until a turn of the engine, or of a similar engine, has
+ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_KEPT = 2 ** (-1 / 256)  # share of the older turns' weight that remains after another one: half after 256
-_LIKE_TOKENS = 2048.0  # generated tokens that count as much as all turns of similar engines
-_SPREAD = 0.3  # relative spread of the loads at which they count as much as the assumption about their slope
-_GAP = 1.25  # between two classes: how much slower the fastest engine of the next one is
+_KEPT = 2 ** (-1 / 256)  # factor on older turns' weight after each new turn: half after 256 turns
+_LIKE_TOKENS = 2048.0  # weight of all turns of similar engines, in generated tokens
+_SPREAD = 0.3  # relative spread of loads at which the data weigh as much as the assumed slope
+_GAP = 1.25  # ratio of paces that separates two classes of engines
 _IDLE = 0.5  # assumed pace of an idle engine, relative to its pace at its mean load
 
 
 class Pace:
-    """A line through the paces of an engine's turns over its mean load in each, by least squares. A turn counts by its
-    generated tokens, and recent turns count more.
+    """Pace as a linear function of load: a least-squares line through an engine's turns, with its mean load during each
+    turn.
 
-    Where the loads hardly differ, they say little about the slope, which is then drawn towards that of an engine twice
-    as fast when idle. Similar engines (`like`) stand in for the engine until it has turns of its own.
+    A turn weighs by its generated tokens, and recent turns weigh more. If the loads hardly differ, they do not
+    determine the slope, which then tends to that of an engine twice as fast when idle. Similar engines (`like`) provide
+    the pace until the engine has its own turns.
     """
 
     __slots__ = ("_load", "_load_pace", "_load_squared", "_pace", "_tokens", "like")
@@ -29,7 +31,7 @@ class Pace:
         self._tokens = self._load = self._pace = self._load_squared = self._load_pace = 0.0
 
     def observe(self, generated_tokens: int, seconds: float, load_tokens: float) -> None:
-        """A turn took these seconds, its wait and its prompt included, beside this mean load."""
+        """Learn from a turn: its seconds, including wait and prompt, and the mean load of other turns."""
         if generated_tokens < 1 or seconds <= 0:
             return
         self._tokens = _KEPT * self._tokens + generated_tokens
@@ -46,12 +48,12 @@ class Pace:
         return self._load / self._tokens if self._tokens else 0.0
 
     def token_seconds(self, load_tokens: float) -> float | None:
-        """Seconds per generated token of a turn beside this load, its wait and its prompt included."""
+        """Seconds per generated token of a turn at this load of other turns, including wait and prompt."""
         tokens, load, pace, load_squared, load_pace = self._sums()
         if tokens == 0:
             return None
         load, pace = load / tokens, pace / tokens
-        if load < 1:  # token: it was idle in all turns
+        if load < 1:  # the engine was idle in all turns
             return pace
         variance = max(0.0, load_squared / tokens - load * load)
         covariance = load_pace / tokens - load * pace
@@ -79,8 +81,9 @@ class Pace:
 
 
 def pace_classes(token_seconds: Sequence[float]) -> list[int]:
-    """The class of each engine by its seconds per token, the fastest first: where these, in rising order, leave a gap
-    of `_GAP`, another class begins. 0 means that they are not known."""
+    """The class of each engine by its seconds per token, fastest class first. In rising order, a gap of factor `_GAP`
+    begins a new class. Class 0 if the seconds are unknown.
+    """
     classes, number, before = [0] * len(token_seconds), 0, 0.0
     for index in sorted(range(len(token_seconds)), key=token_seconds.__getitem__):
         number += 0 < before < token_seconds[index] / _GAP

@@ -1,4 +1,4 @@
-"""Engines that others run, with their turns in flight and what these say of their pace."""
+"""Engines that run outside Libra, with their turns in flight and learned paces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from libra.live.work import LiveWork, Took
 
 
 class LiveServer(LiveWork):
-    """A live `route.policy.Instance`. `pace` is learned from its own turns, and at first from those of its kind."""
+    """A live `route.policy.Instance`. `pace` is learned from its own turns, and at first from turns of servers of its
+    kind.
+    """
 
-    recall_rate = 0.0  # it does not lend
-    prompt_wait_seconds = 0.0  # it computes its prompts itself
+    recall_rate = 0.0  # the server is not lent
+    prompt_wait_seconds = 0.0  # the server computes its prompts itself
 
     def __init__(
         self, id: str, bucket: int, capacity_tokens: int, pace: Pace, clock: Callable[[], float] = time.monotonic
@@ -23,24 +25,25 @@ class LiveServer(LiveWork):
         self.pace_class = 0
 
 
-_TURNS = 64  # between two looks at the classes of servers, or as many as there are servers
+_TURNS = 64  # turns between two classifications of servers; at least the number of servers
 
 
 class ServerPaces:
-    """The paces of servers: of each, of those of a kind (a bucket, or a shape), and of all."""
+    """Paces of servers: of each server, of each kind (a bucket or a shape), and of all servers."""
 
     def __init__(self) -> None:
         self._all = Pace()
         self._kinds: dict[Hashable, Pace] = {}
-        self._turns = 0  # since the classes were last looked at
+        self._turns = 0  # turns since the last classification
 
     def of_kind(self, kind: Hashable) -> Pace:
         """The pace of the servers of a kind."""
         return self._kinds.setdefault(kind, Pace(like=self._all))
 
     def observe(self, server: LiveServer, generated_tokens: int, took: Took, servers: Collection[LiveServer]) -> bool:
-        """Note an answered turn. Now and then put `servers` into classes by their paces. True: some are in another
-        class than before."""
+        """Learn from an answered turn, and sometimes classify `servers` again by their paces. True: a class has
+        changed.
+        """
         server.pace.observe(generated_tokens, took.seconds, took.load_tokens)
         self._turns += 1
         if self._turns < max(_TURNS, len(servers)):

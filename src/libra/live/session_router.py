@@ -1,7 +1,7 @@
-"""Chooses servers for turns whose caller sends them itself, as a router inside a trainer does.
+"""Chooses servers for turns that the caller sends itself, as inside a trainer.
 
-Invariant: a server's load is the total context of its turns that were not released. A repeated request for an
-unanswered turn is the same turn. The policy learns from a trajectory once, when it is finished.
+Invariant: a server's load is the total context of its unreleased turns. A repeated request for an unanswered turn is
+the same turn. The policy learns from a trajectory only once, when it is finished.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from libra.route.loads import IndexedFleet
 from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
 from libra.trajectory import ToolStatus, Trajectory
 
-IDLE_SECONDS = 3600.0  # after which a trajectory without turns is forgotten
-_EXPIRE_SECONDS = 60.0  # between two searches for such trajectories
+IDLE_SECONDS = 3600.0  # seconds after which a trajectory without turns is forgotten
+_EXPIRE_SECONDS = 60.0  # seconds between two searches for such trajectories
 
 
 @dataclass(slots=True)
 class _Told:
-    """A trajectory's facts from its caller, and its turns that are not released."""
+    """Facts about a trajectory from its caller, and its unreleased turns."""
 
     prompt: str
     touched: float
     task: str = ""
-    turn: TurnRequest | None = None  # the one that is not answered yet
+    turn: TurnRequest | None = None  # the unanswered turn
     returned: ToldReturn | None = None  # since the last answer
     held: list[tuple[LiveServer, HeldTurn]] = field(default_factory=list)  # turns that are not released
     released: tuple[LiveServer, Took] | None = None  # the latest, until its answer is known
 
 
 class SessionRouter:
-    """Call `acquire` for each turn and `release` when its server has answered or failed, or when the turn was given up.
-    A caller that knows more also calls `began`, `answered`, `returned` and `finished`: without these the policy learns
-    nothing, and turns follow their prefixes and loads. Times are seconds of `clock`."""
+    """Call `acquire` for each turn, and `release` when its server has answered or failed, or the turn was abandoned. A
+    caller with more information also calls `began`, `answered`, `returned` and `finished`. Without these calls, the
+    policy learns nothing and places turns by prefixes and loads. Times are seconds of `clock`.
+    """
 
     def __init__(
         self,
@@ -49,7 +50,9 @@ class SessionRouter:
         idle_seconds: float = IDLE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Each server holds contexts of `capacity_tokens`; a turn needs `turn_tokens` beyond its context."""
+        """Create a router. Each server holds contexts of `capacity_tokens`; a turn needs `turn_tokens` beyond its
+        context.
+        """
         self._policy = policy
         self._capacity, self._turn_tokens = capacity_tokens, turn_tokens
         self._idle_seconds, self._clock = idle_seconds, clock
@@ -61,7 +64,7 @@ class SessionRouter:
         self._refresh()
 
     def __len__(self) -> int:
-        """Trajectories under way."""
+        """Number of trajectories in progress."""
         return len(self._told)
 
     @property
@@ -70,7 +73,7 @@ class SessionRouter:
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Turns that are not released, by server."""
+        """Number of unreleased turns by server."""
         turns = dict.fromkeys(self._servers, 0)
         for told in self._told.values():
             for server, _ in told.held:
@@ -79,7 +82,7 @@ class SessionRouter:
         return turns
 
     def add(self, ids: Iterable[str]) -> None:
-        """Put servers into service. A present one is left unchanged."""
+        """Put servers into service. Servers that are already present stay unchanged."""
         for id in ids:
             if id not in self._servers:
                 self._servers[id] = LiveServer(id, 0, self._capacity, Pace(like=self._paces.of_kind(0)), self._clock)
@@ -93,13 +96,14 @@ class SessionRouter:
         self._refresh()
 
     def prefixes_lost(self) -> None:
-        """Note that no server holds a prefix any more, as after new weights: turns may go anywhere."""
+        """Note that all prefixes are lost, as after new weights; turns may go to any server."""
         for id in self._servers:
             self._policy.instance_gone(id)
 
     def acquire(self, id: str, context: int) -> str:
-        """The server of a trajectory's next turn, or of its present one again, with `context` tokens. If no server has
-        room, it is the least loaded. Raises LookupError if no server is in service."""
+        """The server of a trajectory's next turn, or again of its present turn, with `context` tokens. If no server has
+        room, the least loaded one. Raises LookupError if no server is in service.
+        """
         if not self._servers:
             raise LookupError("no server is available: add one")
         now = self._clock()
@@ -121,7 +125,7 @@ class SessionRouter:
         return server.id
 
     def release(self, server: str, id: str) -> None:
-        """Take a turn off its server. Ignored if the server does not have it, or it was released."""
+        """Remove a turn from its server. Ignored if the server does not have the turn."""
         if (told := self._told.get(id)) is None:
             return
         told.touched = self._clock()
@@ -132,12 +136,15 @@ class SessionRouter:
                 return
 
     def began(self, id: str, prompt: str, task: str = "") -> None:
-        """Name the prompt that a trajectory shares with others, and its kind. Call it before the first turn."""
+        """Set the prompt that a trajectory shares with others, and the kind of prompt. Call this before the first
+        turn.
+        """
         self._told[id] = _Told(prompt, self._clock(), task)
 
     def answered(self, id: str, context: int, generated: int) -> None:
-        """The turn had a prompt of `context` tokens, and generated `generated` tokens. Ignored if no turn was
-        requested."""
+        """Note an answered turn, with `context` prompt tokens and `generated` generated tokens. Ignored if no turn was
+        requested.
+        """
         told = self._told.get(id)
         if told is not None and told.turn is not None:
             self._live.answered(told.turn, context, generated, self._clock())
@@ -148,13 +155,14 @@ class SessionRouter:
                     self._refresh()
 
     def returned(self, id: str, tool: str, status: ToolStatus) -> None:
-        """A tool has returned, after the last answer. The next turn's context tells how many tokens."""
+        """Note a tool return after the last answer. The next turn's context gives its tokens."""
         if (told := self._told.get(id)) is not None:
             told.returned = ToldReturn(tool, status)
 
     def finished(self, id: str, reward: float | None, policy_version: int) -> Trajectory | None:
-        """The whole trajectory, from which the policy has learned. None: no turn of it, or not its last one, was
-        answered, so the policy learns nothing."""
+        """End a trajectory; the policy learns from it. Returns the whole trajectory; None, without learning, if its
+        last turn has no answer.
+        """
         try:
             trajectory = self._live.whole(id, reward, policy_version)
         except (KeyError, ValueError):
@@ -165,7 +173,7 @@ class SessionRouter:
         return trajectory
 
     def forget(self, id: str) -> None:
-        """Drop a trajectory, and its turns that are not released, without learning."""
+        """Drop a trajectory and its unreleased turns without learning."""
         self._drop(id)
         self._policy.forget(id)
 
@@ -186,7 +194,7 @@ class SessionRouter:
             server.ended(held)
 
     def _expire(self, now: float) -> None:
-        """Forget trajectories that have long had no turn, including those whose caller reports no ends."""
+        """Forget trajectories that have had no turn for long; their callers may not report ends."""
         self._expire_at = now + _EXPIRE_SECONDS
         since = now - self._idle_seconds
         for id in [id for id, told in self._told.items() if told.touched <= since and not told.held]:

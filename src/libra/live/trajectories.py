@@ -1,8 +1,8 @@
-"""The trajectories of the turns that pass through.
+"""Trajectories in progress, assembled from their turns.
 
-Invariant: the policy learns of a trajectory exactly what happened to it. A turn counts once it has been answered, and a
-tool return is reported once, with the first turn placed after it. Lengths are tokens, times are seconds: of the event
-loop's clock, but for the start of a trajectory, which is wall-clock time.
+Invariant: the policy learns exactly the trajectory that happened. A turn counts when it is answered, and a tool return
+is reported once, with the first turn placed after it. Lengths are tokens. Times are seconds of the event loop's clock,
+except the start of a trajectory, which is wall-clock time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class ReturnReport(Protocol):
 
     @property
     def name(self) -> str:
-        """The tool's."""
+        """Name of the tool."""
 
     @property
     def status(self) -> ToolStatus: ...
 
     @property
     def returned_tokens(self) -> int | None:
-        """None: the growth of the prompt over the last context."""
+        """Tokens of the return; None: the growth of the prompt over the last context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class _Live:
     prompt_id: str
     task: str
     prompt_tokens: int
-    policy_version: int  # the newest known when it began
+    policy_version: int  # newest version at the start
     began: float  # wall-clock time
     touched: float
     turns: list[Turn] = field(default_factory=list)
     context: int = 0  # after the last answered turn
-    generated: int | None = None  # by that turn, until the next one says what followed it
+    generated: int | None = None  # by this turn, until the next turn shows the return
     in_flight: TurnRequest | None = None
-    placed: bool = False  # the policy has seen the tool return before that one
+    placed: bool = False  # whether the policy has seen the tool return before this turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,9 @@ class LiveTrajectory:
 
 
 class Trajectories:
-    """Call `begin` for each turn, `placed` once the policy has been asked, then `answered` or `failed`; after the last
-    turn `whole` and `forget`."""
+    """Call `begin` for each turn, `placed` after the policy's answer, then `answered` or `failed`. After the last turn
+    call `whole` and `forget`.
+    """
 
     def __init__(self, most: int = TRAJECTORIES, clock: Callable[[], float] = time.time) -> None:
         self.policy_version = 0  # the newest that a finished trajectory had
@@ -89,20 +90,21 @@ class Trajectories:
         return len(self._live) < self.most or id in self._live
 
     def is_in_flight(self, id: str) -> bool:
-        """Whether a turn of this trajectory is."""
+        """Whether a turn of this trajectory is in flight."""
         live = self._live.get(id)
         return live is not None and live.in_flight is not None
 
     def answered_turns(self, id: str) -> int:
-        """Turns of a trajectory that have been answered; 0 for an unknown one."""
+        """Number of answered turns of a trajectory; 0 for an unknown trajectory."""
         live = self._live.get(id)
         return 0 if live is None else len(live.turns) + (live.generated is not None)
 
     def begin(
         self, id: str, prompt_id: str, task: str, context: int, returned: ReturnReport | None, now: float
     ) -> tuple[TurnRequest, ToolReturn | None]:
-        """The turn and the tool return before it, for the policy. Raises ValueError while another turn of the
-        trajectory is in flight."""
+        """Begin a turn; returns the turn and the previous tool return, for the policy. Raises ValueError while another
+        turn of the trajectory is in flight.
+        """
         live = self._live.pop(id, None)
         if live is None:
             live = _Live(prompt_id, task, context, self.policy_version, self._clock(), now)
@@ -128,7 +130,7 @@ class Trajectories:
             live.placed = True
 
     def answered(self, turn: TurnRequest, context: int, generated: int, now: float) -> None:
-        """The engine counted `context` prompt tokens and generated `generated`."""
+        """Note that the turn was answered, with `context` prompt tokens and `generated` generated tokens."""
         if (live := self._of(turn)) is None:
             return
         self._live[turn.trajectory_id] = self._live.pop(turn.trajectory_id)
@@ -137,12 +139,12 @@ class Trajectories:
         live.context, live.generated, live.in_flight, live.touched = context + generated, generated, None, now
 
     def failed(self, turn: TurnRequest) -> None:
-        """Note that the turn was not answered: the next turn is this one again."""
+        """Note that the turn was not answered; it will begin again."""
         if (live := self._of(turn)) is not None:
             live.in_flight = None
 
     def latest(self, most: int) -> list[LiveTrajectory]:
-        """Trajectories whose last turn began or ended last, the latest first."""
+        """Latest trajectories, by the time at which their last turn began or ended."""
         return [
             LiveTrajectory(
                 id,
@@ -156,17 +158,20 @@ class Trajectories:
         ]
 
     def contexts(self) -> list[int]:
-        """Present context of each."""
+        """Present context of each trajectory."""
         return [it.context if it.in_flight is None else it.in_flight.context_tokens for it in self._live.values()]
 
     def _of(self, turn: TurnRequest) -> _Live | None:
-        """The turn's trajectory; None: it has been forgotten, even if another one of the same name has begun."""
+        """The turn's trajectory; None if it has been forgotten, even if a trajectory of the same name has begun
+        since.
+        """
         live = self._live.get(turn.trajectory_id)
         return live if live is not None and live.in_flight is turn else None
 
     def whole(self, id: str, reward: float | None, policy_version: int) -> Trajectory:
-        """The whole trajectory; call `forget` once it is kept elsewhere. Raises KeyError for an unknown one, ValueError
-        if the last turn has no answer."""
+        """The whole trajectory; call `forget` after storing it. Raises KeyError for an unknown trajectory, and
+        ValueError if its last turn has no answer.
+        """
         live = self._live[id]
         if live.generated is None:
             raise ValueError(f"trajectory {id}: its last turn has no answer; forget it, or wait for the answer")
@@ -174,18 +179,20 @@ class Trajectories:
         return _trajectory(id, live, reward, policy_version, finished=True)
 
     def so_far(self, id: str) -> Trajectory | None:
-        """The answered turns of a trajectory that ends early. None: it is unknown, or has none."""
+        """The answered turns of a trajectory that ends early; None if the trajectory is unknown or has no answered
+        turn.
+        """
         live = self._live.get(id)
         if live is None or (live.generated is None and not live.turns):
             return None
         return _trajectory(id, live, None, live.policy_version, finished=False)
 
     def forget(self, id: str) -> bool:
-        """Forget a trajectory. False: it is unknown."""
+        """Forget a trajectory; returns False for an unknown one."""
         return self._live.pop(id, None) is not None
 
     def idle_since(self, moment: float) -> Iterator[str]:
-        """Trajectories untouched since `moment` and without a turn in flight, the longest idle first."""
+        """Trajectories without a turn in flight that are idle since `moment`, longest idle first."""
         for id, live in list(self._live.items()):
             if live.touched > moment:
                 return

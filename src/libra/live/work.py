@@ -1,4 +1,4 @@
-"""The turns in flight on a live engine: their load, and the pace that their ends tell."""
+"""The turns in flight on a live engine: their load, and the pace learned from ended turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra.live.pace import Pace
 
 @dataclass(frozen=True, slots=True)
 class HeldTurn:
-    """A turn on an engine, since it began."""
+    """A turn in flight on an engine."""
 
     tokens: int  # of its context
     began: float
@@ -20,14 +20,14 @@ class HeldTurn:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """A turn's time on an engine, and the mean load of the engine in it."""
+    """A turn's time on an engine, and the engine's mean load during this time."""
 
     seconds: float
     load_tokens: float
 
 
 class LiveWork:
-    """Turns begin, end, and tell the pace if they were answered. Times are seconds of `clock`."""
+    """Counts turns that begin and end; answered turns give the pace. Times are seconds of `clock`."""
 
     def __init__(self, pace: Pace, clock: Callable[[], float] = time.monotonic) -> None:
         self.pace = pace
@@ -39,7 +39,7 @@ class LiveWork:
 
     @property
     def load_tokens(self) -> int:
-        """Context tokens of the turns in flight, and of others' requests if these are known."""
+        """Context tokens of the turns in flight, including other clients' requests if known."""
         return self._load_tokens
 
     @load_tokens.setter
@@ -60,13 +60,13 @@ class LiveWork:
         return True
 
     def begun(self, tokens: int) -> HeldTurn:
-        """Count a turn with a context of these tokens."""
+        """Begin a turn with this number of context tokens."""
         self._turns += 1
         self.load_tokens += tokens
         return HeldTurn(tokens, self._since, self._load_seconds)
 
     def ended(self, held: HeldTurn) -> Took:
-        """Count the turn no more. If it was answered, `pace` has to observe it."""
+        """End a turn. If it was answered, the caller must give the result to `pace`."""
         self._turns -= 1
         self.load_tokens -= held.tokens
         seconds = self._since - held.began

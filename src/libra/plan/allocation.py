@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from libra.hardware.checks import require_at_least
 
-ONE_DEVICE = "one device"  # the layout of a replica that is not spread over devices
+ONE_DEVICE = "one device"  # the layout of a replica on a single device
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ class Allocation:
         return " | ".join([f"train {self.replicas}", *engines])
 
     def without(self, shapes: Collection[str]) -> Allocation:
-        """The allocation without the engines of `shapes`: the next longer bucket serves their ranges. If they include
-        the last bucket, no engine serves the longest contexts."""
+        """The allocation without the engines of `shapes`; the next longer bucket serves their ranges. Without the last
+        bucket, no engine serves the longest contexts.
+        """
         left: list[Bucket] = []
         for bucket in self.buckets:
             if bucket.shape not in shapes:
@@ -70,5 +71,5 @@ class Allocation:
 
     @property
     def ranges(self) -> tuple[tuple[str, int], ...]:
-        """Shape and longest context of each bucket: all that a router needs."""
+        """Shape and longest context of each bucket, for a router."""
         return tuple((bucket.shape, bucket.up_to) for bucket in self.buckets)

@@ -1,7 +1,7 @@
-"""The configuration of a run that carries a plan out.
+"""The configuration of a run that carries out a plan.
 
-Invariant: the run begins with the plan's layout, engines, buckets and placement, all of them, or is refused in one line
-that names the part which it cannot have. What else the configuration says (steps, environment, routing) stays.
+Invariant: the run begins with the plan's layout, engines, buckets and placement, or is refused in one line that names
+the unsupported part. All other settings (steps, environment, routing) come from the configuration.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 
 _AGAIN = "plan again with this configuration"
-_SAME = 0.97  # of the memory that a plan counts on: drivers differ in what they keep
+_SAME = 0.97  # share of the planned memory that must exist, since drivers reserve different amounts
 
 
 def carried(config: RunConfig, plan: Plan, model: ModelSpec | None, gpu_memory: float | None) -> RunConfig:
-    """The configuration with the plan's allocation as its start. `model` is that of its directory; None: it has none.
-    `gpu_memory`: bytes of the smallest GPU here; None: slots are CPU slots, each in place of a GPU.
+    """The configuration with the plan's allocation as its start.
 
-    Raises `ConfigError` with the part that a run cannot have as planned.
+    `model` is the model in the configuration's directory; None: no directory. `gpu_memory`: bytes of the smallest GPU
+    of this machine; None: CPU slots take the place of GPUs. Raises `ConfigError` that names the unsupported part.
     """
     if config.lending is not None:
         raise ConfigError("lending: the plan has no lent engines; leave the section out, or --plan")
@@ -71,7 +71,7 @@ def carried(config: RunConfig, plan: Plan, model: ModelSpec | None, gpu_memory: 
 
 
 def carried_words(plan: Plan) -> str:
-    """The plan in one line: what trains and generates, in which layout, and where."""
+    """The plan in one line: trainers and engines with layout and place."""
     places = [
         f"{group.name} on {group.pool} {','.join(map(str, group.nodes))}: {','.join(map(str, group.gpus))}"
         for group in plan.placement
@@ -95,7 +95,7 @@ def _require(key: str, planned: object, configured: object) -> None:
 
 
 def _require_same_slots(config: RunConfig, request: SlotRequest) -> None:
-    """The question of a plan for slots is the configuration itself."""
+    """Raise `ConfigError` unless a plan for slots is for the configuration's own slots."""
     fleet, cluster, work = request.fleet, config.cluster, request.workload
     for name in ("core", "hybrid", "rollout"):
         _require(f"cluster.{name}", getattr(fleet, name), getattr(cluster, name))
@@ -142,21 +142,22 @@ def _require_same_work(config: RunConfig, request: ClusterRequest, model: ModelS
 
 
 def _replica(plan: Plan, request: ClusterRequest) -> tuple[tuple[int, ...], int]:
-    """The GPUs of the one replica, a process on each, that the plan's training groups are together; and the tokens of
-    its micro-batches."""
+    """The GPUs of the run's single replica, with one process per GPU, which replaces the plan's training groups; and
+    the tokens of its micro-batches.
+    """
     layout = plan.layout
     groups = [group for group in plan.placement if group.role == "train"]
     if layout is None or family_of(OWN, layout, request.model.layers) is None:
         name = plan.allocation.layout if layout is None else layout.name
         raise ConfigError(
-            f"layout {name}: a run trains on one GPU, or shards its state over GPUs (zero3 with tp, pp, cp and ep 1);"
-            f" plan with --for {OWN.name}"
+            f"layout {name}: a run trains only on one GPU, or on several with zero3 and tp, pp, cp and ep 1; plan "
+            f"with --for {OWN.name}"
         )
     return tuple(gpu for group in groups for gpu in group.gpus), layout.micro_tokens
 
 
 def _one_node(placement: tuple[DeviceGroup, ...]) -> str:
-    """The class of the only node. Raises `ConfigError` if there are several."""
+    """The class of the only node. Raises `ConfigError` if the plan uses several nodes."""
     nodes = sorted({(group.pool, node) for group in placement for node in group.nodes})
     if len(nodes) > 1:
         words = ", ".join(f"{pool} {node}" for pool, node in nodes)
@@ -173,7 +174,7 @@ def _require_ordinary(plan: Plan, engines: list[DeviceGroup]) -> None:
 
 
 def _engines(plan: Plan, request: ClusterRequest, node: str) -> tuple[dict[str, ShapeConfig], Allocation]:
-    """The engine sizes of the plan, and its allocation by them: a size serves one bucket only."""
+    """The engine sizes of the plan, and its allocation by size; a size serves only one bucket."""
     recipe, nodes = request.recipe, request.cluster.node_class(node)
     shapes: dict[str, ShapeConfig] = {}
     buckets = []

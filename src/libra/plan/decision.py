@@ -1,9 +1,8 @@
 """Decides whether a transition is worth its cost.
 
-Invariant: both allocations are priced for the same work, the problem's, and corrected by the price bias that the run
-has learned. A change must earn back its cost within the horizon, and its gain must exceed the errors of the tracked
-statistics and of the corrected prices; no other threshold delays it. The decision carries every number that it is based
-on, and the moves that were priced.
+Invariant: both allocations are priced for the problem's work, and corrected by the price bias that the run has learned.
+A change must earn back its cost within the horizon, and its gain must exceed the errors of the tracked statistics and
+of the corrected prices; there is no other threshold. The decision contains all its numbers, and the priced moves.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ ROLE_CHANGE = 4.52
 
 
 def switch_cost(request: ClusterRequest) -> SwitchCost:
-    """Assumed seconds of role changes of the request's model on its cluster, until some have been measured. A replica
-    that starts also waits for its weights and optimiser state, which may all have to cross the slowest network of a
-    node."""
+    """Assumed seconds of role changes for the request's model on its cluster, until role changes have been measured. A
+    starting replica also waits for its weights and optimiser state, which may have to cross the slowest network of a
+    node.
+    """
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
     state = model.trained_parameters * training_bytes(recipe, model).total
@@ -50,9 +50,9 @@ def switch_cost(request: ClusterRequest) -> SwitchCost:
 
 
 def live_refill(request: ClusterRequest) -> float:
-    """Device seconds to prefill all live contexts again, on the engines that take longest.
+    """Device seconds to prefill all live contexts again, on the slowest engines.
 
-    `1 + staleness` batches are live, the most that may be in flight, and each context is at a random token of its
+    `1 + staleness` batches are live, the largest number in flight, and each context is at a random token of its
     generation.
     """
     recipe = request.recipe
@@ -69,7 +69,7 @@ def live_refill(request: ClusterRequest) -> float:
 
 
 def machine_seconds(transition: Transition, switch: SwitchCost) -> float:
-    """Seconds that the moves of one machine's devices take. Stopping an engine is part of the start that follows."""
+    """Seconds of the moves on one machine. Stopping an engine is part of the following start."""
     return sum(
         switch.trainer_join if move.after.role is Role.TRAIN else switch.engine_start for move in transition.moves
     )
@@ -117,8 +117,9 @@ class Decision:
 
     @property
     def doubt(self) -> float:
-        """Seconds of a step that the gain has to exceed: both errors, which are independent; 0 if the current
-        allocation has no price."""
+        """Seconds per step that the gain must exceed, from both independent errors; 0 if the current allocation has no
+        price.
+        """
         return 0.0 if self.current is None else math.hypot(self.uncertainty * self.current.step, self.price_error)
 
 
@@ -131,7 +132,7 @@ class Case:
     recalled: frozenset[str] = frozenset()  # lent shapes whose engines are all away
 
     def left(self, allocation: Allocation) -> Allocation:
-        """The part of the allocation that generates in this case."""
+        """The allocation without the engines that are away in this case."""
         return allocation.without(self.recalled) if self.recalled else allocation
 
     def infeasibility(self, allocation: Allocation) -> str | None:
@@ -148,17 +149,17 @@ def decide(
     cost: float,
     bias: PriceBias,
 ) -> Decision:
-    """Compare the two allocations of a transition over all cases: the change is taken where
+    """Compare the two allocations of a transition over all cases. The change is made if
 
         (current step - proposed step) * horizon_steps  >  cost
         (current step - proposed step)**2               >  (uncertainty * current step)**2 + price_error**2
 
-    with both steps priced for the same cases and corrected by the `bias`, in expected seconds. `cost` are the seconds
-    of the transition. `price_error` is the standard error of the difference of the two corrected steps. If the same
-    bottleneck bounds both, its correction factor errs by the same share of both, so only the error of the difference
+    with both steps in expected seconds over the same cases, corrected by the `bias`. `cost` is the transition's
+    seconds. `price_error` is the standard error of the difference of the two corrected steps. If both steps have the
+    same bottleneck, its correction factor has the same relative error in both, so only the error of the difference
     counts. If the bottlenecks differ, their errors cancel only as far as they are correlated. A current allocation that
-    does not fit one of the cases is changed at any cost. Raises ValueError when an argument is negative, or the
-    proposal does not fit.
+    does not fit all cases is changed at any cost. Raises ValueError when an argument is negative, or the proposal does
+    not fit.
     """
     for name, value in (("horizon_steps", horizon_steps), ("uncertainty", uncertainty), ("cost", cost)):
         if not value >= 0:
@@ -173,7 +174,7 @@ def decide(
 
     after = _expected(cases, proposed, bias)
     if current is None:
-        return decided(None, None, "nothing runs yet, or nothing that can continue: the best plan starts")
+        return decided(None, None, "no allocation is running that can continue: the best plan starts")
     unfit = next((reason for case in cases if (reason := case.infeasibility(current)) is not None), None)
     if unfit is not None:
         return decided(None, None, f"the current allocation no longer fits: {unfit}")
@@ -187,8 +188,9 @@ def decide(
 
 
 def expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias = EXACT) -> Prediction:
-    """The mean corrected price of an allocation over the cases; the bottleneck is that of the likeliest. Raises
-    ValueError if it does not fit one of them."""
+    """Mean corrected price of an allocation over the cases; the bottleneck is that of the likeliest case. Raises
+    ValueError if the allocation does not fit a case.
+    """
     return _expected(cases, allocation, bias).step
 
 
@@ -219,19 +221,20 @@ def _expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias) ->
 def _weigh(
     step: float, gain: float, horizon_steps: float, cost: float, unsure: float, price_error: float
 ) -> tuple[bool, str]:
-    """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and the reason. The tracked work
-    has an error of `unsure` seconds of a step, the prices of both sides one of `price_error`."""
+    """Whether a gain of `gain` seconds per step is worth its cost, and the reason. A step takes `step` seconds. The
+    error of the tracked work is `unsure` seconds per step; the error of the prices is `price_error` seconds.
+    """
     if gain <= 0:
         return (
             False,
-            f"nothing better was found: the best other allocation takes {-gain:.4g} s longer than {step:.4g} s",
+            f"no better allocation was found: the best other one takes {-gain:.4g} s longer than {step:.4g} s",
         )
     saves = f"the change saves {gain:.4g} s of {step:.4g} s a step"
     doubt = math.hypot(unsure, price_error)
     if gain <= doubt:
         of = " and ".join(
-            [f"{unsure:.4g} s by which the tracked work is uncertain"] * (unsure > 0)
-            + [f"{price_error:.4g} s by which prices are"] * (price_error > 0)
+            [f"{unsure:.4g} s of uncertainty in the tracked work"] * (unsure > 0)
+            + [f"{price_error:.4g} s of uncertainty in prices"] * (price_error > 0)
         )
         together = f", {doubt:.4g} s together" if unsure > 0 and price_error > 0 else ""
         return False, f"{saves}, not more than the {of}{together}"

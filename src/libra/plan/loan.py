@@ -1,7 +1,7 @@
-"""Engines that a plan borrows: they generate on devices that serve users at the same time.
+"""Engines that a plan borrows, which generate on devices that also serve users.
 
-Invariant: a plan counts on a lent engine only within its certificate, and its step is averaged over all recalls that
-traffic may cause.
+Invariant: a plan uses a lent engine only within its certificate, and its step is a mean over all recalls that traffic
+may cause.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from libra.plan.options.price import solution
 from libra.plan.problem import Problem
 from libra.plan.solution import Solution
 
-# Share of a step. Prices are not more exact (docs/fidelity.md has them off by a few percent), and lent devices are not
-# free: they need weights, and their turns may be recalled.
+# Least gain of a loan, as a share of a step. Prices are not more exact (docs/fidelity.md: a few percent), and loans
+# have costs: engines need weights, and turns may be recalled.
 LEAST_GAIN = 0.01
 
 
@@ -28,7 +28,7 @@ class Loan:
     pool: str  # the serving pool
     shape: str
     use: float  # share of the SLO's tpot that serving is slowed down to
-    engines: int  # of rollout, each beside one that serves
+    engines: int  # rollout engines, each on the devices of a serving engine
     share: float  # of the devices' time that the plan counts on, while anything is lent
     away: float  # probability that nothing is lent in the coming period
 
@@ -42,8 +42,9 @@ def loans_of(lent: Sequence[BorrowedEngine], allocation: Allocation) -> tuple[Lo
 
 
 def loan_cases(menu: Menu, weight: float = 1.0) -> tuple[Case, ...]:
-    """One case of the menu's problem for each possible set of recalls, the likeliest first. The cases divide `weight`
-    by their probabilities."""
+    """One case of the menu's problem for each possible set of recalls, likeliest first. The cases share `weight` in
+    proportion to their probabilities.
+    """
     return tuple(Case(menu.problem, weight * it.probability, it.away) for it in menu.availability)
 
 
@@ -55,9 +56,9 @@ def without(problem: Problem, shapes: Collection[str]) -> Problem:
 def solve_loans(menu: Menu, solved: Callable[[Problem], Solution]) -> Solution:
     """Choose split and loan together, by the mean step over all possible recalls.
 
-    Compares the best allocations with all lenders, without each set that may be recalled together, and with none. Takes
-    the one without loans unless another is shorter by `LEAST_GAIN`. Its price is that without recalls; bound and status
-    are those of `solved` for the menu's problem.
+    Compares the best allocations with all lenders, without each set of lenders that may be recalled together, and
+    without lenders. The allocation without loans wins unless another shortens the step by `LEAST_GAIN`. The returned
+    price is without recalls; bound and status are those of `solved` for the menu's problem.
     """
     problem = menu.problem
     best = solved(problem)

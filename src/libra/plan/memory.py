@@ -1,6 +1,6 @@
-"""Memory that a plan's devices use, by the planner's count.
+"""Memory of a plan's devices, as computed by the planner.
 
-Invariant: the planner used the same numbers to decide that engines and layouts fit. Bytes of one device.
+Invariant: the planner used the same numbers to decide which engines and layouts fit. Sizes are bytes of one device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class DeviceMemory:
 
 
 def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
-    """Memory by duty: trainers first, then the engines of each shape. Lent engines, whose memory is their owner's, are
-    left out; a plan for one machine has none. An engine uses all its allowed memory: the rest is KV cache."""
+    """Memory by duty: trainers first, then the engines of each shape. Lent engines are left out, since their owners
+    manage the memory. Empty for a plan for one machine. An engine uses all its allowed memory, with the remainder as KV
+    cache.
+    """
     if plan.layout is None:
         return ()
     request = plan.of_cluster

@@ -1,9 +1,9 @@
 """Planning requests from a log of trajectories, without a run.
 
-Invariant: the log is read once and in order, and all assumptions about missing data are stated. For a run on one
-machine unfinished trajectories are left out, every group trains, the router never misses, and a tool call of unknown
-duration takes no time. For a cluster unfinished trajectories count as lower bounds, and the recipe has the other
-assumptions.
+Invariant: the log is read once and in order, and notes state all assumptions about missing data. For a run on one
+machine, unfinished trajectories are left out, every group trains, the router makes no errors, and a tool call of
+unknown duration takes no time. For a cluster, unfinished trajectories count as lower bounds, and the recipe has the
+other assumptions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LogEvidence:
 
 
 class _ToolCalls:
-    """Cuts tool calls of trajectories to `longest` seconds, and keeps the longest duration and the number of cuts."""
+    """Cuts tool calls to `longest` seconds, and records the longest duration and the number of cuts."""
 
     def __init__(self, longest: float | None) -> None:
         self._limit = longest
@@ -61,7 +61,7 @@ def gather(
 ) -> LogEvidence:
     """Read a log once, oldest first, in constant memory. Tool calls are cut to `longest_tool_call` seconds.
 
-    Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
+    Raises `ConfigError` if no trajectory is finished, or if one is too long for every engine size.
     """
     tracker = make_tracker(config.planner)
     holds = longest_context(config.engines)
@@ -81,7 +81,7 @@ def gather(
     if too_long:
         name = max(config.engines, key=lambda name: config.engines[name].max_model_len)
         raise ConfigError(
-            f"engines.{name}.max_model_len: it is {holds}, the largest, and {too_long} of the log's"
+            f"engines.{name}.max_model_len: the largest value is {holds}, but {too_long} of the log's"
             f" {too_long + finished + unfinished} trajectories hold more, the longest {longest} tokens: raise it to"
             f" {longest} at least"
         )
@@ -99,8 +99,8 @@ def gather_workload(
     """Read a log once, for a cluster. Weights of trajectories halve every `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
     Unfinished trajectories count as lower bounds of their length. A tool return of unknown duration takes the recipe's
-    seconds; longer ones are cut to `longest_tool_call` seconds. The latest finished trajectories are kept, up to the
-    number whose mean age equals the tracker's weighted mean age of all.
+    seconds; long durations are cut to `longest_tool_call` seconds. The latest finished trajectories are kept: as many
+    as have the mean age of the tracker's weighted trajectories.
     """
     tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
     recent: deque[Trajectory] = deque(maxlen=math.ceil(2 * tracker.half_life / math.log(2)))

@@ -1,8 +1,8 @@
 """Placement of training replicas and engines on GPUs of nodes.
 
-Invariant: a group inside a node takes an aligned block of its GPUs, a larger one takes whole nodes, and no GPU has two
-roles at once. If sizes within a pool divide each other (one, two, four, ... a node, whole nodes), groups that fit by
-count also fit in place. A placed group stays where it is unless a larger group needs its block.
+Invariant: a group inside a node takes an aligned block of its GPUs, a larger group takes whole nodes, and no GPU has
+two roles at once. If sizes in a pool divide each other (one, two, four, ... a node, whole nodes), groups that fit by
+count also fit in place. A placed group stays unless a larger group needs its block.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class DeviceGroup:
 
     @property
     def kind(self) -> tuple[bool, str]:
-        """Groups of one kind are interchangeable: the router moves an engine to another bucket or role of a pair
-        without touching its GPUs."""
+        """Kind of the group. Groups of one kind are interchangeable: the router can move an engine to another bucket,
+        or another role of a pair, on the same GPUs.
+        """
         return self.role == "train", self.name
 
     @property
@@ -60,9 +61,10 @@ def place(
     current: Sequence[DeviceGroup] = (),
     pairs: Sequence[PrefillDecodePair] = (),
 ) -> tuple[DeviceGroup, ...]:
-    """Place replicas first, then the engines of each bucket; for shapes that are `pairs`, the engines of both halves.
-    Groups of `current` stay where possible. In colocated training, replicas and engines are placed separately, each on
-    the whole pool. Raises ValueError if a group's size neither divides its node nor is a number of whole nodes."""
+    """Place replicas, then the engines of each bucket; for shapes in `pairs`, the engines of both halves. Groups of
+    `current` stay in place if possible. In colocated training, replicas and engines are placed separately, each on the
+    whole pool. Raises ValueError if a group's size neither divides its node nor is a number of whole nodes.
+    """
     training = training_option(problem, allocation)
     if training is None:
         raise ValueError(f"no option trains {allocation.replicas} replicas as {allocation.layout!r}; plan again")
@@ -99,8 +101,9 @@ def _of_kind(it: DeviceGroup | _Wanted) -> tuple[object, ...]:
 
 
 class _Floor:
-    """One pool while groups are placed on it, largest first: blocks of one size never overlap, and displaced groups are
-    smaller."""
+    """One pool while groups are placed, largest first. Blocks of one size never overlap, and displaced groups are
+    smaller.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -139,7 +142,7 @@ class _Floor:
         return waiting
 
     def _can_stay(self, group: DeviceGroup) -> bool:
-        """Whether the pool, which may have changed, allows the group in its place, and its GPUs are free."""
+        """Whether the group's GPUs exist in the pool, which may have changed, and are free."""
         per_node = self._pool.devices_per_node
         if max(group.nodes) >= self._pool.nodes or max(group.gpus) >= per_node:
             return False
@@ -147,7 +150,9 @@ class _Floor:
         return in_place and all(self._owner[node][gpu] is None for node in group.nodes for gpu in group.gpus)
 
     def _settle(self, item: _Wanted, blocks: deque[tuple[int, int]]) -> list[_Wanted]:
-        """Give the item one of the free blocks, or the GPUs that displace fewest; return the displaced groups."""
+        """Place the item on a free block, or on the block that displaces the fewest GPUs; return the displaced
+        groups.
+        """
         per_node = self._pool.devices_per_node
         nodes: tuple[int, ...]
         if item.devices <= per_node and per_node % item.devices == 0:
@@ -157,8 +162,8 @@ class _Floor:
             nodes, gpus = self._emptiest_nodes(item.devices // per_node), tuple(range(per_node))
         else:
             raise ValueError(
-                f"{item.name} takes {item.devices} devices; nodes of {self._pool.name} have {per_node}: a group divides"
-                " its node or takes whole nodes"
+                f"{item.name} takes {item.devices} devices; nodes of {self._pool.name} have {per_node}: give "
+                f"sizes that divide a node, or whole nodes"
             )
         displaced = {id(owner): owner for n in nodes for g in gpus if (owner := self._owner[n][g]) is not None}
         for group in displaced.values():
@@ -167,7 +172,7 @@ class _Floor:
         return [_Wanted(group.role, group.name, group.bucket, group.devices) for group in displaced.values()]
 
     def _free_blocks(self, size: int) -> deque[tuple[int, int]]:
-        """(node, first GPU) of the free aligned blocks of one size within a node, those on the fullest nodes first."""
+        """(node, first GPU) of the free aligned blocks of one size, on the fullest nodes first."""
         found = [
             (owners.count(None), node, start)
             for node, owners in enumerate(self._owner)

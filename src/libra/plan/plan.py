@@ -1,8 +1,8 @@
 """The answer to a planning request, and its JSON.
 
-Invariant: a `Plan` embeds the request that it answers and nothing of the machine that computed it (no wall time, host
-name or date), so the same request gives the same bytes. A written plan reads back equal. A text that is not exactly a
-plan of this format version is refused with the place and the reason, never repaired.
+Invariant: a `Plan` embeds its request, and contains no wall time, host name or date, so equal requests give equal
+bytes. A written plan is read back as an equal value. Any text that is not a plan of this format version is refused,
+with the place and the reason, and never repaired.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DocumentError(ValueError):
 
 
 class DisagreementError(RuntimeError):
-    """A plan of one solver refutes the bound that the other has proven. The message names the wrong one."""
+    """A plan of one solver contradicts the bound of the other. The message names the wrong solver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ def make_plan(
 
 
 def confirm(plan: Plan, solver: Solver) -> Confirmation:
-    """Solve the plan's request again with `solver`, the one that did not make it.
+    """Solve the plan's request again with `solver`, which is not the plan's solver.
 
-    Raises `DisagreementError` if one of the two plans has a shorter step than the bound of the other solver, and
-    ModuleNotFoundError without the extra `ilp`.
+    Raises `DisagreementError` if one plan's step is shorter than the other solver's bound, and ModuleNotFoundError
+    without the extra `ilp`.
     """
     first: Solver = "ilp" if solver == "cp-sat" else "cp-sat"
     try:
@@ -127,8 +127,9 @@ def confirm(plan: Plan, solver: Solver) -> Confirmation:
 
 
 def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Confirmation:
-    """Compare two solvers' answers, each an allocation with its exact price. Raises `DisagreementError` if they cannot
-    both be right."""
+    """Compare the answers of two solvers, each with its exact price. Raises `DisagreementError` if they contradict each
+    other.
+    """
     for wrong, proven, right, found in ((first, one, solver, other), (solver, other, first, one)):
         if found.predicted.step < proven.proof.bound * (1 - _ROUNDING):
             raise DisagreementError(
@@ -166,21 +167,22 @@ def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequenc
 
 
 def require_answer(plan: Plan, problem: Problem) -> None:
-    """Raise ValueError unless the plan's allocation, prediction and bound are those of its request; the plan may have
-    been edited."""
+    """Raise ValueError unless the plan's allocation, prediction and bound match its request, since the plan may have
+    been edited.
+    """
     reason = infeasibility(problem, plan.allocation)
     if reason is None:
         priced = price(problem, plan.allocation)
         if not math.isclose(priced.step, plan.predicted.step, rel_tol=1e-6):
             reason = f"its request prices a step at {priced.step:.6g} s, the plan says {plan.predicted.step:.6g} s"
         elif solve(problem, tie_break=False).predicted.step < plan.proof.bound * (1 - 1e-6):
-            reason = "there is a plan below the bound that it states"
+            reason = "there is a plan below its stated bound"
     if reason is not None:
         raise ValueError(f"the plan does not answer its own request: {reason}; plan again")
 
 
 def dump_plan(plan: Plan) -> str:
-    """The JSON of a plan and, last, its request; keys are in the order of the fields."""
+    """The JSON of a plan with its request at the end; keys are in the order of the fields."""
     fields = _plans().dump_python(plan, mode="json")
     del fields["format"]
     return _written({"format": plan.format, **fields}, "") + "\n"
@@ -197,7 +199,9 @@ def _plans() -> TypeAdapter[Plan]:
 
 
 def _written(value: Any, indent: str) -> str:
-    """JSON with one entry per line, but with lists of numbers or names in one line: short, with readable diffs."""
+    """JSON with one entry per line, except lists of numbers or names, which are in one line; this gives readable
+    diffs.
+    """
     if isinstance(value, dict) and value:
         inner = ",\n".join(f"{indent}  {json.dumps(k)}: {_written(v, indent + '  ')}" for k, v in value.items())
         return f"{{\n{inner}\n{indent}}}"

@@ -1,7 +1,6 @@
 """Plans for one cluster, model and recipe: the interface for training loops.
 
-Invariant: a planner is a value. It keeps nothing between calls, so threads may share it, and equal arguments give equal
-plans.
+Invariant: a planner is a value without state, so threads may share it, and equal arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ Statistics = LengthTracker | Sequence[TrajectoryClass]
 @dataclass(frozen=True, slots=True)
 class Planner:
     """`Planner(cluster, model, recipe).plan(tracker)` is the best division of the cluster for the tracked lengths.
-    `profiles`, one for each class of nodes, have the times of engines; the default is the roofline of each GPU
-    (`libra.cost.sources.profiles.engine_profiles` finds better ones)."""
+
+    `profiles` has the engine times of each class of nodes; the default is the roofline of each GPU.
+    `libra.cost.sources.profiles.engine_profiles` gives better profiles.
+    """
 
     cluster: Cluster
     model: ModelSpec
@@ -52,9 +53,9 @@ class Planner:
         return tracker
 
     def plan(self, statistics: Statistics, current: Plan | None = None, solver: Solver = "cp-sat") -> Plan:
-        """The plan with the shortest optimiser step; of equal ones the nearest to `current`.
+        """The plan with the shortest optimiser step; among equal plans, the closest to `current`.
 
-        Raises `InfeasiblePlanError` when no plan exists, ValueError when the statistics are empty or do not fit the
+        Raises `InfeasiblePlanError` if no plan exists, and ValueError if the statistics are empty or do not fit the
         recipe.
         """
         request = self.request(statistics, *what_runs(current))
@@ -86,8 +87,9 @@ def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
 
 
 def recipe_tracker(recipe: Recipe, half_life_steps: float) -> LengthTracker:
-    """An empty tracker for the recipe. A trajectory's weight halves every `half_life_steps` optimiser steps, KV has a
-    GPU engine's block size, and tool returns of unknown duration take the recipe's seconds."""
+    """An empty tracker for the recipe. A trajectory's weight halves every `half_life_steps` optimiser steps. KV has a
+    GPU engine's block size, and tool returns of unknown duration take the recipe's seconds.
+    """
     return LengthTracker(
         half_life_steps * recipe.batch,
         block_tokens=BLOCK,

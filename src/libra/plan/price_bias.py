@@ -1,13 +1,13 @@
 """The error of step prices, learned from measured steps: one factor for each bottleneck, with its standard error.
 
-Invariant: a bias depends only on the settled periods of one run. Without any it corrects nothing, and its error is the
-assumed error of prices of a fresh run.
+Invariant: a bias depends only on the settled periods of one run. Without settled periods it corrects nothing, and its
+error is the assumed error of prices in a new run.
 
 A measured step is its price times a factor. The logarithms of the factors of the three bottlenecks are jointly normal:
-they share a part due to the machine, and each has an error of its own. A settled period measures the factor of the
-bottleneck with which it was priced and, by the correlation, updates the others (a Kalman filter, West & Harrison,
-Bayesian Forecasting and Dynamic Models, 1997, ch. 4). The size of surprises scales all errors: a run with accurate
-prices may act on smaller gains, one with erratic prices needs larger ones (ibid., 4.5).
+they share a part due to the machine, and each has its own error. A settled period measures the factor of the bottleneck
+with which it was priced and, by the correlation, updates the others (a Kalman filter, West & Harrison, Bayesian
+Forecasting and Dynamic Models, 1997, ch. 4). The size of surprises scales all errors: a run with accurate prices may
+act on small gains, and a run with erratic prices needs large gains (ibid., 4.5).
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class PeriodSeconds:
 
 
 def measured(steps: Sequence[float]) -> PeriodSeconds:
-    """The mean of the seconds of a period's steps. The variance of few steps is not reliable, so it is pooled with an
-    assumed one. Raises ValueError without a step, or if the mean is not positive."""
+    """The mean seconds of a period's steps. The variance of few steps is not reliable, so it is pooled with an assumed
+    variance. Raises ValueError without a step, or if the mean is not positive.
+    """
     if not steps:
         raise ValueError("no step was measured; give the seconds of at least one")
     mean = fmean(steps)
@@ -58,7 +59,7 @@ def measured(steps: Sequence[float]) -> PeriodSeconds:
 
 
 def measured_mean(seconds: float, steps: float) -> PeriodSeconds:
-    """The mean seconds of `steps` steps whose individual seconds are not known."""
+    """The mean seconds of `steps` steps with unknown individual seconds."""
     return PeriodSeconds(seconds, _STEP_SPREAD * seconds / math.sqrt(steps))
 
 
@@ -84,8 +85,7 @@ class PriceBias:
         return math.sqrt(self.surprise * self.covariance[index][index])
 
     def corrected(self, priced: Prediction) -> Prediction:
-        """The corrected price: each of its three parts by its own factor, and the largest of them is the step.
-
+        """The corrected price: each of the three parts is multiplied by its factor, and the largest result is the step.
         A range of step seconds is scaled like the step.
         """
         seconds = {name: self.factor(name) * part for name, part in _parts(priced).items()}
@@ -121,8 +121,9 @@ class PriceBias:
         )
 
     def error_between(self, current: Mapping[Bottleneck, float], other: Mapping[Bottleneck, float]) -> float:
-        """Standard error of the difference of two corrected steps, whose seconds are given by bottleneck; `other` is
-        that of an allocation that did not run before. Common errors cancel."""
+        """Standard error of the difference of two corrected steps, given as seconds by bottleneck; `other` is an
+        allocation that did not run before. Common errors cancel.
+        """
         apart = [current.get(name, 0.0) - other.get(name, 0.0) for name in BOTTLENECKS]
         pairs = itertools.product(range(len(apart)), repeat=2)
         variance = math.fsum(apart[a] * apart[b] * self.covariance[a][b] for a, b in pairs)

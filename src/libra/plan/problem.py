@@ -1,7 +1,7 @@
 """The planning problem as frozen values, and the notation of its model.
 
-Invariant: a `Problem` is a menu. Every choice is listed and priced before a solver sees it, so solvers, brute force,
-explanations and the executor mean the same by a choice. `plan.options` makes the prices. Times are seconds, lengths are
+Invariant: a `Problem` is a menu. Every choice is listed and priced before solving, so a choice has the same meaning for
+solvers, brute force, explanations and the executor. `plan.options` makes the prices. Times are seconds, lengths are
 tokens.
 
 Sets
@@ -136,8 +136,9 @@ def _require_costs(owner: str, **fields: Iterable[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices of one kind: `nodes` nodes of `devices_per_node`. A tensor-parallel group is in one node or on
-    whole nodes."""
+    """Devices of one kind: `nodes` nodes of `devices_per_node`. A tensor-parallel group is inside one node, or takes
+    whole nodes.
+    """
 
     name: str
     nodes: int
@@ -157,7 +158,7 @@ class Pool:
 class EngineOption:
     """One way to generate, priced for every class. Options of one `shape` differ only in `max_num_seqs` and prices.
 
-    All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
+    Numbers of a class are for the class's trajectories of one optimiser step.
     """
 
     shape: str  # of the engine to start
@@ -224,7 +225,7 @@ class EngineOption:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOption:
-    """One way to train: `replicas` data-parallel copies in one layout, `devices` in all, on one pool."""
+    """One way to train: `replicas` data-parallel copies in one layout on one pool, with `devices` devices in total."""
 
     layout: str
     pool: str
@@ -299,7 +300,9 @@ class Problem:
         if not all(0 <= part <= 1 for row in recall for part in row):
             raise ValueError("recall has a share outside 0 to 1; give fractions")
         if not set(self.recall_known) <= set(self.recall_possible):
-            raise ValueError("recall_possible must list every router of recall_known: what is known is also possible")
+            raise ValueError(
+                "recall_possible must list every router of recall_known, since a known router is also possible"
+            )
 
     def _require_pools(self) -> None:
         """Raises ValueError unless every option is on an existing pool, and serving pools only have lent engines."""
@@ -312,7 +315,9 @@ class Problem:
         serving = {pool.name for pool in self.pools if pool.serves}
         for option in self.training:
             if option.pool in serving:
-                raise ValueError(f"{option.layout} trains on pool {option.pool}, which serves; train on another")
+                raise ValueError(
+                    f"{option.layout} trains on pool {option.pool}, which serves users: train on another pool"
+                )
         for engine in self.engines:
             if engine.pool in serving and engine.holds >= self.longest_context:
                 raise ValueError(
@@ -340,7 +345,9 @@ class Problem:
 
     @property
     def shared(self) -> bool:
-        """Whether batches that start together overlap, so that each one's longest trajectory shares its engine."""
+        """Whether batches that start together overlap, so that a batch's longest trajectory shares its engine with
+        others.
+        """
         return self.staleness > 0 and any(option.generates for option in self.engines)
 
     def pool(self, name: str) -> Pool:

@@ -1,7 +1,7 @@
-"""Keeps a training loop, simulated or real, on a plan that fits its present trajectories.
+"""Keeps a simulated or real training loop on a plan that fits its present trajectories.
 
-Invariant: every decision is based on this run's own trajectories, finished ones and the known part of running ones, and
-on prices corrected by this run's own steps. A replanner starts nothing and waits only for its solver; the loop carries
+Invariant: every decision uses the run's own trajectories (finished ones, and the known part of running ones), and
+prices corrected by the run's own steps. A replanner starts no process and waits only for its solver; the loop carries
 out the moves.
 """
 
@@ -52,7 +52,9 @@ class Proposal:
     decision: Decision
 
     def rehearsed(self, gain: SimulatedGain) -> Proposal:
-        """The proposal after simulation: the change is made only if it saves more than it costs in simulation, too."""
+        """The proposal after simulation, which makes the change only if it also saves more than it costs in
+        simulation.
+        """
         decision = self.decision
         found = f"{gain.seconds:.4g} +- {gain.error:.4g} s a step over {gain.steps} simulated steps"
         saved = gain.seconds * decision.horizon_steps
@@ -60,8 +62,8 @@ class Proposal:
             reason = f"{decision.reason}; simulation does not confirm it: {found}"
         elif saved <= decision.cost:
             reason = (
-                f"{decision.reason}; in simulation it saves {found}, {saved:.4g} s within {decision.horizon_steps:.4g}"
-                f" steps, and it costs {decision.cost:.4g} s"
+                f"{decision.reason}; in simulation the change saves {found}, {saved:.4g} s within "
+                f"{decision.horizon_steps:.4g} steps, and costs {decision.cost:.4g} s"
             )
         else:
             return replace(self, decision=replace(decision, reason=f"{decision.reason}; simulated: {found}"))
@@ -83,7 +85,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The basis of a decision: a site, the possible coming work, and the expected lifetime of a plan."""
+    """The basis of a decision: a site, the possible future work, and the expected lifetime of a plan."""
 
     site: Site
     scenarios: tuple[Scenario, ...]  # the forecast, then the forecast with its possible errors
@@ -92,8 +94,9 @@ class Outlook:
     bias: PriceBias  # of prices, as learned so far
 
     def propose(self, seed: int = 0) -> Proposal:
-        """Solve for each scenario, and weigh the change to the best of the plans against its cost. Takes as long as the
-        solver, and reads only immutable values. Raises `InfeasiblePlanError`."""
+        """Solve for each scenario, and compare the gain of the best plan with the cost of the change. Reads only
+        immutable values; the solver takes most of the time. Raises `InfeasiblePlanError`.
+        """
         site = self.site
         questions = site.questions(self.scenarios)
         cases = [
@@ -128,14 +131,13 @@ class Outlook:
 
 
 class Replanner:
-    """`Replanner(planner, plan).step(finished, running)`, called every `period` steps, decides whether to change the
-    plan. A change has to earn its cost back within the mean lifetime of plans so far. Prices assume the recipe's router
-    hit rate for any ranges.
+    """Decides every `period` steps whether to change the plan: `Replanner(planner, plan).step(finished, running)`.
 
-    A loop whose devices come and go, and which measures costs as it runs, provides its own `Site`: it calls `observe`,
+    A change must earn back its cost within the mean lifetime of plans so far. Prices assume the recipe's router hit
+    rate for all ranges. A loop with changing devices or measured costs provides its own `Site`: it calls `observe`,
     then `outlook` with the site, and reports the proposal's decision with `decided`.
 
-    It belongs to one thread, as its tracker does. It returns immutable values, so another thread may search:
+    A replanner and its tracker belong to one thread. Results are immutable, so another thread may search:
     `outlook(site).propose()`.
     """
 
@@ -150,11 +152,14 @@ class Replanner:
         holds: float | None = None,
         rehearse: Rehearse | None = None,
     ) -> None:
-        """`plan` is the running plan; without one the first decision starts the best. `switch` are measured role
-        changes, instead of the assumed ones of `libra.plan.decision`. An existing `tracker` keeps its history; it is
-        required without a planner. `holds` is the initial estimate of a plan's lifetime, in steps; None: one period.
-        With `rehearse`, each change of `step` is first simulated with the latest finished trajectories, and made only
-        if it saves time there, too."""
+        """Create a replanner.
+
+        `plan` is the running plan; without it, the first decision starts the best plan. `switch` has measured role
+        changes; the default is the assumption of `libra.plan.decision`. An existing `tracker` keeps its history;
+        without a planner it is required. `holds` is the initial estimate of a plan's lifetime, in steps; None: one
+        period. With `rehearse`, each change is first simulated with the latest finished trajectories, and made only if
+        it also saves time in simulation.
+        """
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
         self._planner, self._period, self._switch = planner, period, switch
@@ -174,7 +179,7 @@ class Replanner:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last decision that was taken; before any, the initial plan."""
+        """The plan of the last change; before any change, the initial plan."""
         return self._plan
 
     @property
@@ -195,9 +200,8 @@ class Replanner:
     def step(self, finished: Iterable[Trajectory], running: Iterable[Trajectory]) -> Decision:
         """Decide on the plan of the next period.
 
-        `finished` are the trajectories that have ended since the last call, `running` all others; their
-        `policy_version` is the one that they started with. Raises ValueError while no trajectory has ever finished, and
-        the errors of `Planner.plan`.
+        `finished` has the trajectories that have ended since the last call, `running` all others; `policy_version` is
+        the version at their start. Raises ValueError until a trajectory has finished, and the errors of `Planner.plan`.
         """
         if self._planner is None:
             raise ValueError("there is no planner; call outlook() for the site instead of step()")
@@ -222,9 +226,9 @@ class Replanner:
             self._tracker.observe(trajectory)
 
     def lend(self, lenders: Sequence[LendingPool]) -> None:
-        """Set the lenders of the serving pools for the coming period, by the latest forecast of their traffic. Later
-        decisions count only on the time that the traffic leaves. Raises ValueError if the pools are not the
-        planner's."""
+        """Set the lenders of the serving pools for the coming period, from the latest traffic forecast. Later decisions
+        use only the device time that this traffic leaves. Raises ValueError if the pools are not the planner's.
+        """
         if self._planner is None:
             raise ValueError("there is no planner; the site of outlook() has its own lenders")
         pools = [lender.pool for lender in lenders]
@@ -236,8 +240,9 @@ class Replanner:
         self._planner = replace(self._planner, lenders=tuple(lenders))
 
     def realised(self, seconds_per_step: float) -> None:
-        """Report the measured mean seconds of a step since the last decision. The next `step` corrects prices by it,
-        unless that decision changed the plan."""
+        """Report the measured mean seconds per step since the last decision. The next `step` uses it to correct prices,
+        unless the decision changed the plan.
+        """
         if not seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {seconds_per_step}; give the measured seconds, above 0")
         if not self._looks:
@@ -247,9 +252,9 @@ class Replanner:
     def learn(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> None:
         """Learn the price bias from a period in which no role changed.
 
-        `priced` is the uncorrected price of its allocation for the lengths and speeds measured in it. An earlier price
-        would count changes of lengths and speeds as errors of prices. `untried`: its allocation differs from that of
-        the last settled period.
+        `priced` is the uncorrected price of the period's allocation for the lengths and speeds measured in this period;
+        with an earlier price, changes of lengths and speeds would count as price errors. `untried`: the allocation
+        differs from that of the last settled period.
         """
         self._bias = self._bias.learned(priced, found, untried=untried)
 
@@ -277,7 +282,7 @@ class Replanner:
         return self._tracker.forecast(self._period / 2, site.classes, site.longest_context)
 
     def outlook(self, site: Site, steps_left: float = math.inf) -> Outlook:
-        """The basis of a decision about the site now. Raises ValueError while no trajectory has ever finished."""
+        """The present basis of a decision about the site. Raises ValueError until a trajectory has finished."""
         longest, forecast = site.longest_context, self._forecast(site)
         error = math.hypot(forecast.error, _UNSEEN)
         factors = [math.exp(deviations * error) for deviations, _ in _NODES]
@@ -293,20 +298,20 @@ class Replanner:
         )
 
     def decided(self, proposal: Proposal) -> None:
-        """Record the decision of a proposal. If it is taken, its plan becomes the current plan."""
+        """Record the decision of a proposal. If the change is made, its plan becomes the current plan."""
         decision = proposal.decision
         if decision.taken:
             self._plan = proposal.plan
         self._looks.append(Look(decision))
 
     def _horizon(self) -> float:
-        """Steps for which a plan is expected to hold: the mean lifetime of plans so far."""
+        """Expected lifetime of a plan in steps: the mean lifetime of plans so far."""
         changes = sum(look.decision.taken and look.decision.current is not None for look in self._looks)
         return max(self._holds, self._period * len(self._looks)) / (1 + changes)
 
 
 def _require_sound(finished: Sequence[Trajectory], running: Sequence[Trajectory], longest: int) -> None:
-    """Check all trajectories before any is observed, as an observation cannot be undone."""
+    """Check all trajectories before the first observation, since an observation cannot be undone."""
     for trajectory, ended in (*((each, True) for each in finished), *((each, False) for each in running)):
         if trajectory.finished != ended:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Steps of plans measured in simulations of whole runs, under one router.
+"""Steps of plans, measured in simulations of whole runs under one router.
 
-Invariant: finalists of one plan ran on the same draws of trajectories, so their differences are paired.
+Invariant: the finalists of a plan ran on the same draws of trajectories, so their differences are paired.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from libra.plan.allocation import Allocation
 
 @dataclass(frozen=True, slots=True)
 class RehearsedStep:
-    """Seconds of a step once the run has settled: the time between two published versions of the weights, mean of
-    `steps` steps. Earlier steps, which begin with idle engines, are left out."""
+    """Seconds of a step in a settled run: the mean time between two published versions of the weights over `steps`
+    steps. Earlier steps, which begin with idle engines, do not count.
+    """
 
     seconds: float
     error: float | None  # half of the 95 % interval of the mean; None: too few steps to say

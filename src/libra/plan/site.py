@@ -1,6 +1,6 @@
 """Sites: the devices of a replanner at one moment, their duties, and the costs there.
 
-Invariant: a site is an immutable value, so a thread may search during the run.
+Invariant: a site is immutable, so another thread may search during the run.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class Question:
 
 
 class Site(Protocol):
-    """The devices to plan for. Trajectories are divided into `classes` classes, none is longer than `longest_context`,
-    and no plan is expected to hold for more than `horizon` steps."""
+    """The devices to plan for. Trajectories are divided into `classes` classes, and none is longer than
+    `longest_context`. A plan's expected lifetime is at most `horizon` steps.
+    """
 
     @property
     def classes(self) -> int: ...
@@ -66,7 +67,7 @@ class Site(Protocol):
 
     @property
     def current(self) -> Allocation | None:
-        """The running allocation; None if nothing that runs can continue."""
+        """The running allocation; None if no part of it can continue."""
         ...
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
@@ -88,7 +89,7 @@ class Site(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterSite:
-    """Nodes of GPUs. `running` is the plan in force; `switch` are measured role changes, if there are any."""
+    """Nodes of GPUs. `running` is the plan in force; `switch` has measured role changes, if any."""
 
     planner: Planner
     running: Plan | None = None
@@ -174,7 +175,7 @@ class SlotSite:
         )
 
     def _lent(self) -> LentSlots | None:
-        """The devices that serve users; None if there are none."""
+        """The lent devices, which serve users; None without such devices."""
         names = [device.lent for device in self.devices if device.lent is not None]
         if not names or self.lent_engine is None:
             return None

@@ -1,6 +1,6 @@
-"""Seconds that the longest trajectories spend on engines, by themselves and together with others.
+"""Seconds that the longest trajectories spend on engines, alone and together with others.
 
-Invariant: every value is linear in seconds or a maximum of such values, so a longer part never makes a stay shorter.
+Invariant: every value is linear in seconds, or a maximum of such values, so a longer part never shortens a stay.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class Stays:
         return tuple((g[last], w[last]) for g, w in zip(self.generates, self.waits, strict=True))
 
     def alone(self, last: int) -> float:
-        """Seconds of the longest trajectory of the classes up to `last` if it were the only one of its batch."""
+        """Seconds of the longest trajectory of the classes up to `last`, if its batch had no others."""
         return max((generates + waits for generates, waits in self.lines(last)), default=0.0)
 
     def begun_on(self, there: Stays, recall: Sequence[Sequence[float]]) -> Stays:
-        """The longest stays of trajectories that begin `there`. Each router of `recall`, [router][class], brings that
-        share of their work here; the rest stays there."""
+        """The longest stays of trajectories that begin `there`. Each router of `recall`, [router][class], sends this
+        share of their work to these engines; the remaining work stays `there`.
+        """
         routed = (_mixed(parts, self.residence, there.residence) for parts in recall)
         return Stays(
             tuple(map(max, zip(*routed, strict=True))),

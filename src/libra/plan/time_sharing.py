@@ -1,7 +1,7 @@
-"""Steps in which some GPUs generate first and then train, while others only generate.
+"""Steps in which some GPUs first generate and then train, while others only generate.
 
-Invariant: the shared GPUs generate only if that is expected to shorten the step despite both changes, and start to
-train as soon as no later batch of the step would have to wait.
+Invariant: the shared GPUs generate only if this is expected to shorten the step, including both role changes. They
+start to train as soon as no later batch of the step would have to wait.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class SharedStep:
 
     @property
     def generating(self) -> float:
-        """Seconds for which the shared GPUs generate, if they do: until the remaining samples can be made during the
-        training."""
+        """Seconds for which the shared GPUs generate, if they do: until the other engines can generate the remaining
+        samples during training.
+        """
         missing = self.samples - self.alone * (self.training + self.switch)
         return max(0.0, missing / (self.alone + self.shared))
 
@@ -41,16 +42,18 @@ class SharedStep:
 
     @property
     def ready(self) -> int:
-        """Samples that have to be ready when the shared GPUs begin to train: the first batch, and enough that each
-        later one is ready in time."""
+        """Samples that must be ready when the shared GPUs begin to train: the first batch, and enough samples for each
+        later batch to be ready in time.
+        """
         later = self.samples - self.alone * self.training * (self.batches - 1) / self.batches
         return min(self.samples, max(-(-self.samples // self.batches), round(later)))
 
 
 @dataclass(slots=True)
 class SharedRates:
-    """Estimates the rates of coming steps. `ratio`: number of shared engines for each that only generates, all equal;
-    infinite if all are shared. Changes are assumed to be free until one is measured, so one is tried."""
+    """Estimates the rates of future steps. `ratio`: shared engines per engine that only generates, all of equal speed;
+    infinite if all are shared. Role changes are assumed to take no time until one is measured, so that one is tried.
+    """
 
     samples: int
     batches: int
@@ -60,9 +63,10 @@ class SharedRates:
     _training: float | None = None
 
     def observe(self, seconds: float, generated: int, shared: float, waited: float, switch: float) -> None:
-        """Learn from a step of `seconds`. The shared GPUs generated for `shared` seconds, training then waited for
-        `waited` seconds, and both changes took `switch` seconds, 0 without changes. If training did not wait, engines
-        may have been idle, so their rate may be higher than measured."""
+        """Learn from a step of `seconds`. The shared GPUs generated for `shared` seconds, training then waited `waited`
+        seconds, and both role changes took `switch` seconds (0 without changes). If training did not wait, engines may
+        have been idle, so their rate may be higher than measured.
+        """
         if switch > 0:
             self._switch = switch
         self._training = _mixed(self._training, max(0.0, seconds - shared - waited - switch))

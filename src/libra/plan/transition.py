@@ -1,8 +1,8 @@
-"""The difference between two allocations, as moves, which the plan prices and the executor carries out.
+"""The difference between two allocations as moves, which the plan prices and the executor carries out.
 
-Invariant: on one machine every device takes at most one new duty, except one that temporarily replaces another, and the
-run can continue after each move (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays
-in its place is touched.
+Invariant: on one machine, every device takes at most one new duty, except a device that temporarily replaces another.
+The run can continue after each move (see `unsafe`). On a cluster, groups of devices end and begin; a group that keeps
+its place is not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra.plan.problem import TrainingOption
 
 
 class Role(StrEnum):
-    """The role of a worker. Only an executor sees the transient ones, `joining` and `draining`, and `failed`."""
+    """The role of a worker. Only an executor sees the transitional roles `joining` and `draining`, and `failed`."""
 
     IDLE = "idle"
     JOINING = "joining"  # a process is starting, or entering the gradient exchange
@@ -30,15 +30,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """The steady role of a device, or of a group of devices. `shape` is that of its engine; for a replica on several
-    devices it is the layout."""
+    """The steady role of a device or a group of devices. `shape` is the shape of an engine, or the layout of a replica
+    on several devices.
+    """
 
     role: Role
     shape: str | None = None
 
     def __post_init__(self) -> None:
         if self.role is Role.ROLLOUT and self.shape is None:
-            raise ValueError("a rollout duty has no shape; name the shape of its engine")
+            raise ValueError("a rollout duty has no shape; give the shape of its engine")
         if self.role not in (Role.ROLLOUT, Role.TRAIN) and self.shape is not None:
             raise ValueError(f"a duty of {self.role} has shape {self.shape}; only engines and replicas have one")
 
@@ -87,7 +88,7 @@ class Transition:
         return self.before is None or self.before.ranges != self.after.ranges
 
     def words(self) -> tuple[str, ...]:
-        """The moves as a text; equal ones are counted."""
+        """The moves as a text, with equal moves counted."""
         counts = Counter(str(move) for move in self.moves)
         moves = [f"{count} x {text}" if count > 1 else text for text, count in counts.items()]
         return (*moves, "new bucket ranges") if self.rebuckets else tuple(moves)
@@ -99,7 +100,7 @@ class Transition:
             if move.worker not in now:
                 return f"there is no worker {move.worker}"
             if now[move.worker] != move.before:
-                return f"{move.worker} does {now[move.worker]}, not {move.before}"
+                return f"the duty of {move.worker} is {now[move.worker]}, not {move.before}"
             now[move.worker] = move.after
         wanted = Counter({Duty(Role.ROLLOUT, shape): count for shape, count in self.after.engines_by_shape.items()})
         wanted[TRAIN] = self.after.replicas
@@ -111,8 +112,8 @@ def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> s
     """The reason why the move is unsafe now; None if it is safe. `longest` are the shapes that hold the longest
     contexts.
 
-    While a device moves, a core replica must train and, as long as several engines run, another one must hold the
-    longest contexts. If one of these is missing already, moves that do not worsen it are safe, so the run can recover.
+    While a device moves, a core replica must train and, if several engines run, another engine must hold the longest
+    contexts. If one of these is already missing, moves that do not make it worse are safe, so that the run can recover.
     """
     others = [device for device in devices if device.id != move.worker and device.lent is None]
     cores = [device.id for device in devices if device.duty.role is Role.TRAIN and device.allowed == {Role.TRAIN}]
@@ -130,12 +131,12 @@ def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> s
 def device_transition(
     devices: Sequence[Device], before: Allocation | None, wanted: Allocation, longest: Collection[str]
 ) -> Transition:
-    """The fewest moves that turn the healthy `devices` of a machine, each a replica or an engine by itself, into
-    `wanted`.
+    """The fewest moves that turn the healthy `devices` of a machine into `wanted`; each device is a replica or an
+    engine.
 
-    Idle devices start first: this interrupts no work, so it is useful even if a later move fails. Then trainers leave;
-    longer engines start before shorter ones, and replicas join training last. `longest` are the shapes that hold the
-    longest contexts. Raises ValueError if the devices cannot form `wanted`, or none of its engines would hold the
+    Idle devices start first, since this interrupts no work and helps even if a later move fails. Then trainers leave.
+    Engines for longer contexts start before others, and replicas join training last. `longest` are the shapes that hold
+    the longest contexts. Raises ValueError if the devices cannot form `wanted`, or if none of its engines holds the
     longest contexts.
     """
     if not any(bucket.shape in longest for bucket in wanted.buckets):
@@ -187,8 +188,9 @@ def device_transition(
 
 
 def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Collection[str]) -> tuple[Move, ...]:
-    """Avoid times without an engine for the longest contexts: if the only one restarts in another shape that holds
-    them, another engine takes that shape first, with one more move."""
+    """Avoid times without an engine for the longest contexts. If the only such engine restarts in another shape that
+    holds them, another engine first takes this shape, by one more move.
+    """
     state = {device.id: device for device in devices}
     found: list[Move] = []
     for index, planned in enumerate(moves):
@@ -223,11 +225,11 @@ def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
 def group_transition(
     before: Allocation, wanted: Allocation, placed: Sequence[DeviceGroup] = (), placement: Sequence[DeviceGroup] = ()
 ) -> Transition:
-    """The groups that end and begin on a cluster, where an engine or a replica is a group of devices.
+    """The groups that end and begin on a cluster; a group is the devices of one engine or replica.
 
-    `placed` and `placement` are the locations of the groups of either allocation: a displaced group restarts at another
-    location. Without them every group of a remaining kind is assumed to stay in its place. A change of layout ends and
-    begins all replicas.
+    `placed` and `placement` are the locations of the groups before and after: a displaced group restarts at another
+    location. Without them, every group of a remaining kind is assumed to keep its place. A change of layout restarts
+    all replicas.
     """
     known = bool(placed and placement)
     old = Counter(map(_located, placed)) if known else _groups(before)
@@ -252,7 +254,7 @@ def _located(group: DeviceGroup) -> tuple[str, Duty]:
 
 
 def engine_shape(duty: Duty) -> str | None:
-    """The shape of the engine to start for a duty. Engines of a pair differ from others only in their role."""
+    """The shape of the engine to start for a duty. Engines of a pair differ only in their role."""
     return None if duty.shape is None else duty.shape.partition(_AS)[0]
 
 
@@ -264,5 +266,5 @@ def _groups(allocation: Allocation) -> Counter[tuple[str, Duty]]:
 
 
 def joins(current: Allocation, training: TrainingOption) -> int:
-    """Replicas that have to be started for a training option; a change of layout starts all of them again."""
+    """Number of replicas to start for a training option; a change of layout restarts all replicas."""
     return max(0, training.replicas - (current.replicas if training.layout == current.layout else 0))

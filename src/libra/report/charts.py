@@ -1,7 +1,7 @@
-"""Figures of plain numbers, independent of runs.
+"""Figures from plain numbers, independent of runs.
 
-Each kind of chart is one function from values to a `Figure`. A figure of many points shows means of consecutive ones
-and drops none.
+Each kind of chart is one function from values to a `Figure`. A figure with many points shows means of consecutive
+points, so that every point counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Legend = tuple[tuple[str, str], ...]  # (name, colour)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart, or only a note that says why there is none."""
+    """A chart, or a note with the reason why there is no chart."""
 
     title: str
     note: str
@@ -75,7 +75,8 @@ def group_size(rows: int, limit: int) -> int:
 
 
 def thin(rows: Sequence[tuple[float, ...]], limit: int) -> list[tuple[float, ...]]:
-    """At most `limit` rows, each the column-wise mean of `group_size` consecutive ones (the last: of the rest).
+    """At most `limit` rows; each is the column-wise mean of `group_size` consecutive rows, the last one of the
+    remaining rows.
 
     >>> thin([(0.0, 1.0), (1.0, 3.0), (2.0, 9.0)], 2)
     [(0.5, 2.0), (2.0, 9.0)]
@@ -121,7 +122,7 @@ def column_figure(
     wide: bool = False,
     overlay: Series | None = None,
 ) -> Figure:
-    """Columns of parts that add up, which have the same evenly spaced x, and a line across them if there is one."""
+    """Stacked columns of parts at evenly spaced x, with an optional line across them."""
     width = FULL if wide else HALF
     points = zip(*(part.points for part in parts), strict=True)
     columns = thin([(its[0][0], *(value for _, value in its)) for its in points], MAX_COLUMNS)
@@ -167,7 +168,7 @@ def pair_figure(title: str, note: str, pairs: Sequence[Pair], sides: Legend, x_l
 
 
 def _legend(series: Sequence[Series]) -> Legend:
-    """The legend of several series, none for a single one; pieces of one line count once."""
+    """The legend of several series; None for a single series. Pieces of one line count once."""
     names = tuple(dict.fromkeys((one.name + (" (dots)" if one.dots else ""), one.colour) for one in series))
     return names if len(names) > 1 else ()
 

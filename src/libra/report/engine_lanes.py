@@ -1,4 +1,6 @@
-"""Engines and trainer of a simulated post-training run over time, and how busy each bucket's engines were."""
+"""Figure and table of a simulated post-training run: engines and trainer over time, and the busy time of each bucket's
+engines.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def engine_lanes(outcome: SimulatedRun) -> Figure:
     for up_to, name in chosen:
         spans = _merged(by_engine[up_to, name])
         lanes.append(Lane(name, [_span(it, colours[up_to], scale) for it in spans]))
-    note = "Each lane is an engine, in the colour of its bucket. Paler: it had work for less of the step."
+    note = "Each lane is an engine, in the colour of its bucket. Paler: the engine had work for less of the step."
     if every > 1:
         note += f" {len(chosen)} of {len(by_engine)} engines are shown."
     legend = (
@@ -44,7 +46,7 @@ def engine_lanes(outcome: SimulatedRun) -> Figure:
 
 
 def bucket_rows(spans: Sequence[EngineSpan]) -> tuple[tuple[str, ...], ...]:
-    """A row for each bucket: its limit, engines, and shares of their time with work."""
+    """A row for each bucket: its limit, its engines, and their busy share of the time."""
     busy = defaultdict[int, dict[str, list[EngineSpan]]](lambda: defaultdict(list))
     for span in spans:
         busy[span.up_to][span.engine].append(span)

@@ -1,4 +1,4 @@
-"""An explanation as one HTML page: the same for the same explanation."""
+"""An explanation as one HTML page; equal explanations give equal pages."""
 
 from __future__ import annotations
 
@@ -148,16 +148,16 @@ def _sides(splits: Sequence[Split]) -> str:
     if between is None:
         by_itself = splits[0].training > splits[0].generation
         setting = "training by itself" if by_itself else "generation, with what follows it,"
-        return f"Whatever the split, {setting} sets the step."
+        return f"With every split, {setting} determines the step."
     fewer, more = between
     return (
-        f"Up to {fewer:,} training devices, training by itself sets the step;"
-        f" from {more:,}, generation with what follows it does."
+        f"Up to {fewer:,} training devices, training alone determines the step; from {more:,} on, generation and "
+        f"the phases after it do."
     )
 
 
 def below(points: Sequence[tuple[float, float]], limit: float) -> tuple[tuple[float, float], ...]:
-    """The part of a curve from where it first falls below the limit to where it last rises above it."""
+    """The part of a curve between its first fall below the limit and its last rise above it."""
     inside = [k for k, (_, y) in enumerate(points) if y <= limit]
     if not inside:
         return ()

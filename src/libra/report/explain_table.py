@@ -1,7 +1,7 @@
 """Terminal tables of an explanation, and the sentence above them.
 
-Invariant: tables show the numbers of their `Explanation` and compute none of their own, up to units and shares; they
-are legible in 100 columns.
+Invariant: tables show the numbers of their `Explanation`, and convert only units and shares. They are legible in 100
+columns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MOST_KINDS = 4  # kinds of rejections that are shown
 
 
 def headline(explanation: Explanation) -> str:
-    """The bottleneck of the step, its parts, and the proof: a sentence each."""
+    """Sentences on the bottleneck of the step, its parts, and the proof."""
     bound = explanation.bound
     by = _bound(bound, explanation.plan.predicted.step)
     return f"{bound.by.capitalize()}-bound: {by}. {_parts(bound)}{_proven(explanation.proof)}"
 
 
 def against_sentences(found: Against) -> tuple[str, ...]:
-    """Comparison of a split with the plan, and the waiting side of each: a sentence each."""
+    """Sentences that compare a split with the plan, and name the side that waits in each."""
     own, plan = found.split, found.plan
     compared = "as long as" if abs(found.longer) < LEAST_LOSS else f"{signed_percent(found.longer, 1)} against"
     idle = f" No engines fill {plural(found.idle, 'GPU')} of it." if found.idle else ""
@@ -54,14 +54,16 @@ def _waits(step: SplitStep) -> str:
 
 
 def alternation(predicted: Prediction) -> str:
-    """A sentence on the seconds between which steps alternate, and the remedy; empty if they do not."""
+    """A sentence on the two durations between which steps alternate, and the remedy; empty if steps do not
+    alternate.
+    """
     if predicted.step_range is None:
         return ""
     short, long = map(duration, predicted.step_range)
     return (
-        f"{duration(predicted.step)} is the mean of steps that alternate: batches wait for the longest episodes of"
-        f" those before them, so steps may take from {short} to {long}; a limit on the seconds of an episode, or more"
-        " staleness, shortens them"
+        f"{duration(predicted.step)} is the mean of alternating steps: a batch waits for the longest episodes of "
+        f"the previous batch, so steps may take from {short} to {long}; a limit on the seconds of an episode, or "
+        f"more staleness, shortens them"
     )
 
 
@@ -79,14 +81,14 @@ def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
 
 
 def routing_sentence(explanation: Explanation) -> str:
-    """A sentence on the gain of a router that knows all lengths beforehand."""
+    """A sentence on the gain of a router that knows all lengths in advance."""
     routing = explanation.routing
     saved = routing.step - routing.best_plan
     if abs(saved) < 1e-3 * routing.step:
-        return "A router that knew all lengths beforehand would not change the step."
+        return "A router that knew all lengths in advance would not change the step."
     change = "save" if saved > 0 else "cost"
     share = percent(abs(saved) / routing.step)
-    return f"A router that knew all lengths beforehand would {change} {duration(abs(saved))} a step ({share})."
+    return f"A router that knew all lengths in advance would {change} {duration(abs(saved))} a step ({share})."
 
 
 def roles(plan: PlanView) -> str:
@@ -101,7 +103,7 @@ def loss(plan: PlanView) -> str:
 
 
 def crossing(splits: Sequence[Split]) -> tuple[int, int] | None:
-    """The neighbouring numbers of training devices of one pool between which training becomes the faster side."""
+    """The two adjacent numbers of training devices of a pool between which training becomes faster than generation."""
     for fewer, more in pairwise(splits):
         if fewer.training >= fewer.generation and more.training <= more.generation:
             return fewer.devices, more.devices
@@ -109,19 +111,17 @@ def crossing(splits: Sequence[Split]) -> tuple[int, int] | None:
 
 
 def _bound(bound: Bound, step: float) -> str:
-    slack = f", and the rest would allow one {percent(bound.slack)} shorter" if bound.slack else ""
+    slack = f"; without this bottleneck, a step could be {percent(bound.slack)} shorter" if bound.slack else ""
     return f"a step is as long as {BOTTLENECK_WORDS[bound.by]}, {duration(step)}{slack}"
 
 
 def _parts(bound: Bound) -> str:
-    """The parts of a batch's latency, the largest first; they add up to the step."""
+    """The parts of a batch's latency, which add up to the step, largest first."""
     if bound.by != "latency":
         return ""
-    largest, *others = (f"{PART_WORDS[name]}, {duration(seconds)}" for name, seconds in bound.parts if seconds > 0)
-    then = f"; then {'; '.join(others)}" if others else ""
-    under_way = f"with staleness {bound.batches - 1}, {bound.batches} batches are under way"
-    divided = f" (each divided by {bound.batches}: {under_way})" if bound.batches > 1 else ""
-    return f"Largest part: {largest}{then}{divided}. "
+    parts = "; ".join(f"{PART_WORDS[name]} {duration(seconds)}" for name, seconds in bound.parts if seconds > 0)
+    under_way = f", each divided by the {bound.batches} batches under way (staleness {bound.batches - 1})"
+    return f"Its parts{under_way if bound.batches > 1 else ''}: {parts}. "
 
 
 def _proven(proof: Proof) -> str:
@@ -228,7 +228,7 @@ def _splits(explanation: Explanation) -> Table:
 
 
 def _around(splits: Sequence[Split], devices: int) -> Sequence[Split]:
-    """The splits nearest to the plan's own."""
+    """The splits closest to the plan's split."""
     below = sum(split.devices < devices for split in splits)
     start = max(0, min(below - MOST_SPLITS // 2, len(splits) - MOST_SPLITS))
     return splits[start : start + MOST_SPLITS]

@@ -9,7 +9,7 @@ _NOTHING = 5e-4  # relative: what the solver trades for moves and devices
 
 
 def framework_sentence(cost: FrameworkCost | None) -> tuple[str, ...]:
-    """One sentence; none if the plan is for no framework."""
+    """A sentence on the cost of the plan's framework; empty without a framework."""
     if cost is None:
         return ()
     if cost.share < _NOTHING:
@@ -17,7 +17,7 @@ def framework_sentence(cost: FrameworkCost | None) -> tuple[str, ...]:
     same = cost.router == cost.free_router
     routed = "" if same else f"turns routed by {printable(cost.router)}"
     left = "; ".join(words for words in (cost.restriction, routed) if words)
-    other = "" if same else f", which routes by {cost.free_router}, here as if that were never wrong"
+    other = "" if same else f", which assumes the router {cost.free_router} without errors"
     return (
         f"Planning for {cost.framework} ({left}) makes a step {percent(cost.share)} longer: {duration(cost.step)}"
         f" predicted, against {duration(cost.free)} without --for{other}.",

@@ -18,7 +18,7 @@ _DENSITY = "#8a949e80"
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """A piece of a lane: `label` is written in it if there is room, or next to it."""
+    """A piece of a lane; `label` is written in it if there is room, otherwise next to it."""
 
     start: float
     end: float
@@ -36,7 +36,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Density:
-    """A share of something between two places on the x axis."""
+    """A share of a total between two positions on the x axis."""
 
     start: float
     end: float
@@ -54,8 +54,9 @@ def lane_figure(
     markers: Sequence[Marker] = (),
     density: Sequence[Density] = (),
 ) -> Figure:
-    """Lanes of spans over time, or over lengths; a lane without records is empty. If lanes have no names, labels that
-    do not fit into their spans are written next to them. A density is drawn above."""
+    """Lanes of spans over time or over lengths; a lane without spans is empty. If lanes have no names, labels that do
+    not fit into their spans are written next to them. An optional density is drawn above.
+    """
     assert x.ends is not None
     named = any(lane.name for lane in lanes)
     room = 3.4 if density else 0.0  # lanes above the first one
@@ -139,7 +140,7 @@ def _span_labels(lanes: Sequence[Lane], x: Axis, y: alt.Y, beside: bool) -> list
 
 
 def _density(columns: Sequence[Density], x: Axis, y: alt.Y) -> list[alt.Chart]:
-    """Columns whose area, not height, is the share: they differ in width."""
+    """Columns of different widths; a column's area is its share."""
     heights = [
         it.share / (number_on(it.end, x) - number_on(it.start, x)) if it.end > it.start else 0.0 for it in columns
     ]
@@ -152,7 +153,7 @@ def _density(columns: Sequence[Density], x: Axis, y: alt.Y) -> list[alt.Chart]:
 
 
 def _ink(colour: str) -> str:
-    """The colour in which text is legible on `colour`, by relative luminance (WCAG 2.2)."""
+    """The text colour that is legible on `colour`, by relative luminance (WCAG 2.2)."""
     parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return "#1d2733" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 else "#ffffff"

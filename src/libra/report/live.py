@@ -1,8 +1,8 @@
-"""A run or a simulation as it happens, in a terminal or a log file.
+"""Live display of a run or a simulation, in a terminal or a log file.
 
-A display has no thread, so its cost is bounded by the number of its calls and by its refresh rate. All shown times are
-seconds since the display was made, at the start of the command. All lines and messages are shown; of the views between
-two refreshes only the latest is.
+A display has no thread, so its number of calls and its refresh rate bound its cost. Times are seconds since the display
+was created, at the start of the command. All lines and messages are shown. Between two refreshes, only the latest view
+is shown.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RunView:
 
 
 class Display(Protocol):
-    """A display of a run."""
+    """Interface of a live display of a run."""
 
     def show(self, view: RunView) -> None:
         """Show the present state of the run."""
@@ -72,7 +72,7 @@ class Display(Protocol):
         """Show a line that stays."""
 
     def close(self) -> None:
-        """Show the last view and leave the terminal as it was; nothing is shown afterwards."""
+        """Show the last view and restore the terminal; later calls show nothing."""
 
 
 def make_display(stream: TextIO) -> Display:
@@ -81,7 +81,7 @@ def make_display(stream: TextIO) -> Display:
 
 
 class PlainDisplay:
-    """One line for each step, and a sign of life when a step takes long."""
+    """Prints one line per step, and a progress line during a long step."""
 
     def __init__(
         self, stream: TextIO, every_seconds: float = PLAIN_SECONDS, clock: Callable[[], float] = monotonic
@@ -147,8 +147,9 @@ class RichDisplay:
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write a line at once. If the reader has closed the stream, as `| head` does, later lines are discarded: that is
-    no reason to end a run."""
+    """Write a line at once. If the reader has closed the stream, like `| head`, later lines are dropped, and the run
+    continues.
+    """
     try:
         stream.write(f"{text}\n")
         stream.flush()
@@ -222,11 +223,11 @@ def _bar(step: int, steps: int, width: int = 24) -> tuple[tuple[str, str], tuple
 
 
 class SimulationProgress:
-    """Shows the progress of a simulation from `Elapsed` values: a moving line on a terminal, a line every ten seconds
-    elsewhere.
+    """Shows the progress of a simulation from `Elapsed` values: one updated line on a terminal, otherwise a line every
+    ten seconds.
 
-    `requests` is the number of all requests, if known; `clock` gives seconds. A context manager: at its end the
-    terminal is as it was.
+    `requests` is the number of all requests, if known; `clock` gives seconds. As a context manager, it restores the
+    terminal at the end.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic, *, requests: int | None = None) -> None:
@@ -239,7 +240,7 @@ class SimulationProgress:
         self.begin()
 
     def begin(self, *, estimated: bool = False, uneven: bool = False) -> None:
-        """Measure the pace of steps from now on. The arguments are those of `RemainingTime`."""
+        """Start to measure the pace of steps. The arguments are those of `RemainingTime`."""
         self._remaining = RemainingTime(estimated=estimated, uneven=uneven)
         self._remaining.observe(0, 0, self._clock())
 
@@ -258,12 +259,12 @@ class SimulationProgress:
         self.tell(f"simulated step {done} of {steps}{self.left(done, steps)}")
 
     def left(self, done: int, total: int) -> str:
-        """Text for the remaining time, such as `, about 20 s left`; empty before it is known, and at the end."""
+        """Text for the remaining time, such as `, about 20 s left`; empty while unknown, and at the end."""
         left = left_words(self._remaining.observe(done, total, self._clock()))
         return f", {left}" if left and done < total else ""
 
     def tell(self, words: str) -> None:
-        """Show the text, unless the last one was shown too recently."""
+        """Show the text, unless another text was shown very recently."""
         now = self._clock()
         if now < self._due:
             return

@@ -1,4 +1,4 @@
-"""Compared clusters as one HTML page: the same for the same comparison."""
+"""A comparison of clusters as one HTML page; equal comparisons give equal pages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def front_figure(found: Comparison) -> Figure:
         rule = {"x": late[0], "color": "var(--alarm)", "description": f"deadline, {days(job.deadline)}"}
         layers.insert(0, layer("rule", [rule], x, strokeDash=[2, 2]))
     chart = draw(alt.layer(*layers), y.label, FULL, _HEIGHT)
-    note = "Left and down is better. The line joins the clusters that no other beats in both cost and time."
+    note = "Lower left is better. The line connects the clusters for which no other is better in both cost and time."
     return Figure(
         "What each cluster takes", note, chart, (("on the front", _ON_FRONT), ("dominated", _OTHER)), wide=True
     )

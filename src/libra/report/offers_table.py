@@ -1,4 +1,4 @@
-"""Compared clusters in words and as a table."""
+"""A comparison of clusters, as sentences and as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAPTION = (
     "~: predicted, not simulated; dominated: another is cheaper and no slower. Every step is assumed to take as long"
     " as the plan's."
 )
-UNPRICED = "Not every cluster has a cost: GPU-hours are compared. Give --cost."
+UNPRICED = "Some clusters have no cost, so GPU-hours are compared: give --cost."
 
 
 def offer_sentences(found: Comparison) -> tuple[str, ...]:

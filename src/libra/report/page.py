@@ -1,7 +1,7 @@
 """Parts that all pages share: colours, tiles, and templates.
 
-A page is self-contained: it loads no script, no address and no font. All text that is not markup already is escaped, so
-text of a run cannot become a tag.
+A page is self-contained: it loads no script, font or other file. All text that is not markup is escaped, so text of a
+run cannot become a tag.
 """
 
 from __future__ import annotations
@@ -89,17 +89,17 @@ class Chapter:
 
 
 def render(template: str, title: str, package: str = "libra.report", **facts: Any) -> str:
-    """The page that is made of this template of a package's `templates/` and these facts."""
+    """The page made from a template in a package's `templates/` and the given values."""
     return _templates(package).get_template(template).render(title=title, **facts)
 
 
 def render_chapter(template: str, package: str, **facts: Any) -> Markup:
-    """A part of a page, from a template of a package that has templates of its own."""
+    """A part of a page, from a template of another package."""
     return Markup(_templates(package).get_template(template).render(**facts))
 
 
 def _templates(package: str) -> Environment:
-    """The templates of a package, which may build on those of all pages."""
+    """The templates of a package, which may extend the shared templates."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(it) for it in dict.fromkeys((package, "libra.report"))]),
         autoescape=True,

@@ -1,6 +1,6 @@
-"""The answer of a plan in a few sentences, and the plans with which it was compared.
+"""A plan in a few sentences, and the plans with which it was compared.
 
-Invariant: the headline has the simulated step, if there is one, together with the predicted one.
+Invariant: the headline has the predicted step, and also the simulated step if there is one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ SURPRISE = 0.10  # relative difference of simulated and predicted step that is s
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Split, step, a comparison without a decision, tokens a second, cost, training, memory and engines on several
-    nodes, a sentence each."""
+    """Sentences on split, step, an undecided comparison, tokens per second, cost, training, memory, and engines on
+    several nodes.
+    """
     return (
         _split(plan),
         _step(plan),
@@ -51,11 +52,11 @@ def job_sentence(plan: Plan, steps: int) -> str:
     job, here = Job(steps), OfferedCluster(plan.of_cluster.cluster, plan)
     amount = here.dollars(job)
     cost = "" if amount is None else f" and cost {dollars(amount)}"
-    return f"{plural(steps, 'step')} take {days(here.seconds(job))}{cost}, if they last as long as this one."
+    return f"{plural(steps, 'step')} take {days(here.seconds(job))}{cost}, if all take as long as this step."
 
 
 def proof_sentence(plan: Plan) -> str:
-    """A sentence with the proven bound and the router assumed in it."""
+    """A sentence with the proven bound and its assumed router."""
     request: PlanningRequest = plan.request
     proof, router = plan.proof, f" for {request.assumed_router}" if request.assumed_router else ""
     above = f"; this plan's prediction is {percent(proof.gap, 2)} above that" if proof.gap > 0 else ""
@@ -68,8 +69,9 @@ def step_words(step: RehearsedStep) -> str:
 
 
 def finalist_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
-    """(plan, predicted, simulated, slower) of each plan that was compared by simulation, the chosen one first. One that
-    was left out after few steps has their number beside `slower`, instead of an interval."""
+    """(plan, predicted, simulated, slower) of each plan compared by simulation, the chosen plan first. A plan that
+    dropped out early has its number of steps next to `slower`, instead of an interval.
+    """
     return tuple(
         (f"{finalist.kind}: {roles_of(finalist.allocation)}", *_figures(finalist, chosen=not place))
         for place, finalist in enumerate(plan.finalists)
@@ -83,10 +85,10 @@ def finalists_table(plan: Plan) -> Table:
         table.add_row(cell(words), *figures)
     if plan.simulated is not None:
         table.caption = (
-            f"simulated: whole runs under {plan.simulated.router} on the same draws (seed {plan.simulated.seed}), the"
-            " first steps left out; slower: over the steps that both ran, with its 95 % interval. Plans are ranked by"
-            " predicted and simulated step, weighed by their errors; of those within 1 % of the fastest, the simplest"
-            " is chosen"
+            f"simulated: whole runs under {plan.simulated.router} on the same draws (seed {plan.simulated.seed}), "
+            f"without the first steps; slower: over the steps that both ran, with its 95 % interval. Plans are "
+            f"ranked by predicted and simulated step, weighted by their errors. Among plans within 1 % of the "
+            f"fastest, the simplest is chosen"
         )
     return table
 
@@ -135,11 +137,12 @@ def _step(plan: Plan) -> str:
     if simulated is None:
         request = plan.request
         perfect = request.kind == "cluster" and len(plan.allocation.buckets) > 1 and not request.recall
-        assumed = " under a router that is never wrong" if perfect else ""
+        assumed = " under a router without errors" if perfect else ""
         return f"A step is predicted to take {predicted}{assumed}; it was not simulated."
+    interval = "" if simulated.error is None else "; ± is a 95 % interval"
     return (
         f"A step takes {step_words(simulated)} in simulation under {simulated.router} ({simulated.steps} steps, seed"
-        f" {simulated.seed}); predicted {predicted}."
+        f" {simulated.seed}{interval}); predicted {predicted}."
     )
 
 
@@ -154,24 +157,25 @@ def _cut_short(plan: Plan) -> tuple[str, ...]:
 
 
 def disagreement(plan: Plan) -> tuple[str, ...]:
-    """A sentence if simulated and predicted step differ by more than `SURPRISE`."""
+    """A warning if simulated and predicted step differ by more than `SURPRISE`."""
     if abs(plan.surprise) <= SURPRISE:
         return ()
     return (
-        f"Simulation and prediction disagree: the simulated step differs by {signed_percent(plan.surprise)}. Trust the"
-        " simulated one: it routes as your router does.",
+        f"Simulation and prediction disagree: the simulated step differs by {signed_percent(plan.surprise)}. "
+        f"Trust the simulated step, which uses your router.",
     )
 
 
 def little_evidence(plan: Plan) -> tuple[str, ...]:
-    """A sentence if fewer trajectories were seen than a step has."""
+    """A warning if the log has fewer trajectories than a step."""
     request: PlanningRequest = plan.request
     known = [cls.seen for cls in request.classes if cls.seen is not None]
     if len(known) < len(request.classes) or sum(known) >= request.trajectories:
         return ()
     return (
         f"The lengths come from {round(sum(known)):,} trajectories, fewer than the {request.trajectories:,} of a step."
-        " None longer than the longest of them is expected or simulated; a longer log makes the prediction safer.",
+        " Plan and simulation contain no trajectory longer than the longest of these; a longer log gives a safer "
+        "prediction.",
     )
 
 
@@ -224,10 +228,10 @@ def _memory(plan: Plan) -> tuple[str, ...]:
 
 
 def _several_nodes(plan: Plan) -> tuple[str, ...]:
-    """A sentence for each size of engines that no node holds."""
+    """A sentence for each engine size that is larger than a node."""
     sizes = {it.name: len(it.nodes) for it in plan.placement if it.role != "train" and len(it.nodes) > 1}
     return tuple(
-        f"An engine of {printable(name)} is on {count} nodes: its all-reduces cross the network. Such runs were not"
-        " measured."
+        f"An engine of {printable(name)} is on {count} nodes: its all-reduces cross the network. No such engine "
+        f"has been measured."
         for name, count in sizes.items()
     )

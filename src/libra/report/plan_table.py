@@ -1,7 +1,7 @@
 """Terminal tables of a plan.
 
-Invariant: a table shows the numbers of its `Plan`, and other numbers that follow from those alone. Notes name the data
-that the log behind the plan lacks.
+Invariant: a table shows numbers of its `Plan`, or numbers computed only from these. Notes name the data that the plan's
+log lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Ta
 
 
 def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
-    """Caveats of the plan that follow from its log: one sentence each."""
+    """Caveats that follow from the plan's log, one sentence each."""
     notes = []
     request: PlanningRequest = plan.request
     if evidence.unfinished:
@@ -41,7 +41,7 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
             f"{plural(evidence.unfinished, 'trajectory', 'trajectories')} of"
             f" {evidence.finished + evidence.unfinished:,} in the log"
             + (
-                " unfinished: counted as at least as long as they are"
+                " unfinished: their present lengths count as lower bounds"
                 if request.counts_unfinished
                 else " left out: unfinished, so the tail may be longer"
             )
@@ -50,17 +50,17 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
     if unknown > 0:
         seconds = request.unknown_tool_seconds
         notes.append(
-            f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
-            f" {plain(seconds)} s, so {PART_WORDS['latency']} may take longer"
+            f"tool seconds unknown for {percent(unknown)} of the tool calls: {plain(seconds)} s assumed, so "
+            f"{PART_WORDS['latency']} may take longer"
         )
     if evidence.cut_tool_calls:
         calls, longest = plural(evidence.cut_tool_calls, "tool call"), duration(evidence.longest_tool_call)
         notes.append(f"{calls} of more than {longest} counted as {longest}")
     elif evidence.longest_tool_call > _PAUSE and bound.parts[0][0] == "latency":
         notes.append(
-            f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the longest"
-            " episodes is the largest part of a step: where calls waited for people, cut them with"
-            " --longest-tool-call SECONDS"
+            f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the "
+            f"longest episodes is the largest part of a step: if calls waited for people, shorten them with "
+            f"--longest-tool-call SECONDS"
         )
     if alternate := alternation(plan.predicted):
         notes.append(alternate)
@@ -98,7 +98,7 @@ def _allocation(plan: Plan) -> Table:
 
 
 def _where(groups: Sequence[DeviceGroup]) -> str:
-    """Nodes of each pool, runs of neighbours as one: `a800 0-2, 5`."""
+    """Nodes of each pool, with ranges of adjacent nodes: `a800 0-2, 5`."""
     words = []
     for pool in dict.fromkeys(group.pool for group in groups):
         nodes = sorted({node for group in groups if group.pool == pool for node in group.nodes})
@@ -110,7 +110,7 @@ def _where(groups: Sequence[DeviceGroup]) -> str:
 
 
 def _step(plan: Plan, bound: Bound) -> Table:
-    """The parts that the step adds up to, the largest first."""
+    """The parts of the step, largest first."""
     step, several = plan.predicted.step, len(bound.parts) > 1
     table = Table(
         Column("spent on", footer="the step"),
@@ -148,7 +148,7 @@ def _lenders(plan: Plan, pools: Sequence[PoolView]) -> Table:
             table.add_row(cell(pool.name), f"{loan.engines:,}", f"{loan.use:g}", *of_time)
         if not loans:
             table.add_row(cell(pool.name), "0", "-", "-", "-", cell(pool.why_idle))
-    table.caption = "lent: of the devices' time; away: probability that nothing is, in the coming period"
+    table.caption = "lent: share of the devices' time; away: probability that no time is lent in the coming period"
     return table
 
 

@@ -1,4 +1,4 @@
-"""Estimates of the time that a series of steps still needs, from the pace of its latest ones."""
+"""Estimates of the remaining time of a series of steps, from the pace of the latest steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _HOLDS = 0.1  # share of it that is done meanwhile
 
 
 class RemainingTime:
-    """Estimates when `total` steps are done. It has no clock: moments are seconds that the caller gives.
+    """Estimates the time until `total` steps are done. The caller gives moments in seconds.
 
-    `estimated`: totals are estimates that begin too high; the time is unknown until one has held for a while. `uneven`:
-    steps take very different times, in no order, so the pace is the mean of all.
+    `estimated`: totals are estimates that start too high, so the time is unknown until a total has been stable for a
+    while. `uneven`: durations of steps vary randomly, so the pace is the mean of all steps.
     """
 
     def __init__(self, *, estimated: bool = False, uneven: bool = False) -> None:
@@ -22,7 +22,9 @@ class RemainingTime:
         self._most, self._fell = 0, 0  # the highest total since the last one that fell, and steps done by then
 
     def observe(self, done: int, total: int, now: float) -> float | None:
-        """Seconds that the remaining steps need when `done` are done at `now`; None: unknown, as before two moments."""
+        """Seconds for the remaining steps if `done` steps are done at `now`; None if unknown, as before the second
+        call.
+        """
         if self._seen and done < self._seen[-1][0]:
             self._seen.clear()  # another series begins
         if not self._seen or done > self._seen[-1][0]:

@@ -1,5 +1,6 @@
-"""The chapter of a simulation's page on separate prefill and decode: stages of requests, links, blocks kept for
-transfers, and the parts of TTFT."""
+"""The chapter of a simulation's page about separate prefill and decode: stages of requests, links, blocks kept for
+transfers, and the parts of TTFT.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +149,7 @@ def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis)
 
 
 def _bounds_table(roles: RolesView, push: bool) -> CardTable:
-    """The possible bottlenecks of the run, with the actual one marked."""
+    """The possible bottlenecks of the run; the actual one is marked."""
     found = roles.metrics
     engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
     pulls = f"{plural(found.begun, 'push', 'pushes') if push else plural(found.begun, 'pull')}, {size(found.bytes)}"

@@ -1,7 +1,9 @@
-"""The bottleneck of a run in which some engines compute prompts and others generate tokens. The rule: if requests wait
-for a quarter of their time or more, the bottleneck is the part with the longest wait. Else it is the part that takes
-longest, or, if engines of both roles are mostly idle, a lack of requests. If blocks are held only by requests that wait
-themselves, a wait for blocks counts as a wait for the same part."""
+"""The bottleneck of a run with prefill engines and decode engines.
+
+If requests wait for a quarter of their time or more, the bottleneck is the part with the longest wait. Otherwise it is
+the part that takes longest or, if engines of both roles are mostly idle, a lack of requests. If only waiting requests
+hold blocks, a wait for blocks counts as a wait for what these requests wait for.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def _waits(found: TransferMetrics) -> dict[Bottleneck, float]:
 def _charged(
     waits: dict[Bottleneck, float], kept: float | None, pulls: float | None, *, pushed: bool
 ) -> dict[Bottleneck, float]:
-    """Seconds of waiting, charged to the part that causes them. Blocks for pushes are also held while prompts wait."""
+    """Seconds of waiting by the part that causes them. Blocks for pushes are also held while prompts wait."""
     if not waits:
         return {}
     prefill, link, decode = waits["prefill"], waits["link"], waits["decode"]
@@ -118,7 +120,7 @@ def _bottleneck(
     transfers: str,
 ) -> tuple[Bottleneck, str]:
     if not waits or metrics.latency is None:
-        return "unknown", "No transferred request finished, so the bottleneck is not known."
+        return "unknown", "No transferred request finished, so the bottleneck is unknown."
     works = (
         f"on average a prefill engine works {percent(busy['prefill'], 0)} of the time,"
         f" a decode engine {percent(busy['decode'], 0)}"
@@ -172,7 +174,7 @@ def _waited_seats(result: SimulationResult) -> float | None:
 
 
 def _waited_beside(result: SimulationResult, role: RoleName, blocks: HeldBlocks) -> float | None:
-    """Share of an engine's blocks that `blocks` are, averaged over the time in which requests wait there."""
+    """Mean share of `blocks` in an engine's blocks, over the time in which requests wait there."""
     waited = beside = 0.0
     for index, (engine, series) in enumerate(zip(result.engines, result.series, strict=bool(result.series))):
         if engine.role == role and len(series):

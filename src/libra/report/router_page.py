@@ -94,7 +94,7 @@ def _throughput(view: RouterView) -> Figure:
 def _in_flight(view: RouterView) -> Figure:
     title = "Turns in flight"
     if len(view.samples) < 2:
-        return Figure(title, "There is nothing to see yet.")
+        return Figure(title, "There is no traffic yet.")
     scale, x = _time_axis([it.seconds for it in view.samples])
     series = [
         Series("at engines", "var(--blue)", [(it.seconds / scale, it.in_flight) for it in view.samples]),
@@ -120,7 +120,7 @@ def _lengths(view: RouterView) -> Figure:
 
 
 def _drift(ended: Sequence[EndedLength]) -> list[tuple[float, float, float]]:
-    """At each end of a trajectory: its time, and the median and the ninth decile of the lengths until then."""
+    """For each end of a trajectory: its time, and the median and the ninth decile of the lengths up to then."""
     points = []
     for last in range(1, len(ended)):
         lengths = [it.peak_context for it in ended[max(0, last + 1 - _AT_A_TIME) : last + 1]]

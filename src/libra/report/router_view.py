@@ -1,6 +1,7 @@
 """A router at one moment, for its page.
 
-Invariant: only values, so another process can make the page. Times of day are texts; other times are seconds.
+Invariant: the view contains only plain values, so another process can render the page. Times of day are texts; other
+times are seconds.
 """
 
 from __future__ import annotations

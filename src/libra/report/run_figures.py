@@ -62,7 +62,9 @@ def named_decisions(log: RunLog) -> list[tuple[str, DecisionRecord]]:
 
 
 def role_spans(steps: Sequence[StepRecord], worker: str) -> list[tuple[str, float, float]]:
-    """(role, start, end) in seconds for each time the worker kept one role; steps that do not name it leave a gap."""
+    """(role, start, end) in seconds for each period in which the worker kept one role; steps that do not name the
+    worker leave a gap.
+    """
     spans: list[tuple[str, float, float]] = []
     last_seen = None
     for index, step in enumerate(steps):
@@ -84,7 +86,7 @@ def role_spans(steps: Sequence[StepRecord], worker: str) -> list[tuple[str, floa
 
 
 def running_mean(values: Sequence[float], window: int, parts: Sequence[str]) -> list[float]:
-    """Mean of each value and up to `window - 1` before it that belong to the same part; parts are contiguous."""
+    """Mean of each value and up to `window - 1` previous values of the same part; parts are contiguous."""
     means: list[float] = []
     start = 0
     for i in range(len(values)):
@@ -176,7 +178,7 @@ def _pair(period: PeriodRecord) -> Pair:
 
 
 def _devices(log: RunLog) -> Figure:
-    """One bar a worker, and one for all of them: shares of the time while steps were made."""
+    """A bar for each worker, and one for all workers: shares of the time in which steps were made."""
     title = "Where the device time went"
     names = sorted({worker for step in log.steps for worker in step.device_seconds})
     if not names:
@@ -246,7 +248,7 @@ def _with_running_mean(name: str, colour: str, points: list[tuple[float, float]]
 
 
 def _decision_markers(log: RunLog, scale: float | None = None) -> list[Marker]:
-    """Taken decisions, on a time axis of this scale, or, if it is None, on the step axis."""
+    """Markers of taken decisions, on a time axis of this scale; on the step axis if the scale is None."""
     return [
         Marker(
             decision.step if scale is None else decision.time / scale,
@@ -269,7 +271,7 @@ def _loss(event: EventRecord) -> str:
 
 
 def _thinned(log: RunLog, limit: int, mark: str = "mark") -> str:
-    """The note for a chart that has no room for every step; empty if it has."""
+    """Note for a chart without room for every step; empty with enough room."""
     together = group_size(len(log.steps), limit)
     return "" if together == 1 else f" Each {mark} is the mean of {together} steps."
 

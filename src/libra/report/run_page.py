@@ -1,4 +1,4 @@
-"""A run as one HTML page: a function of the run directory alone, so the same files give the same page."""
+"""A run as one HTML page, which depends only on the run directory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _run_with(log: RunLog) -> list[tuple[str, str]]:
 
 
 def _health(log: RunLog) -> list[tuple[str, str, str, str]]:
-    """Training quantities at both ends of the run; look at those that moved."""
+    """Training quantities at the start and the end of the run; a large change deserves a check."""
     rows = []
     for name, value, write, hint in _HEALTH:
         first, last = edges([value(step) for step in log.steps])

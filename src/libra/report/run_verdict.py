@@ -1,6 +1,6 @@
-"""The result of a run, in a paragraph and a few numbers.
+"""The result of a run, as a paragraph and a few numbers.
 
-Every statement follows from the log alone; missing facts are stated as unknown.
+Every statement follows from the log; missing facts are reported as unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOSSES = "Lost workers"  # the table of them
 def headline(log: RunLog) -> str:
     """The run in one short paragraph."""
     if not log.steps:
-        return "No step was finished, so there is nothing to judge yet."
+        return "No step was finished, so there is no result yet."
     return " ".join(said for said in (_learned(log), _speed(log), _devices(log), _lent(log), _decided(log)) if said)
 
 
@@ -65,14 +65,14 @@ def notices(log: RunLog) -> tuple[str, ...]:
             f"Interrupted, or still running: the run has written no summary. The page shows its records {last}."
         )
     elif not log.summary.finished:
-        said.append(f"The run ended early: not all of its steps were made. The page shows its records {last}.")
+        said.append(f"The run ended before its last step. The page shows its records {last}.")
     said += _losses(log)
     said += [f"The last line of {name} was cut off and is left out." for name in log.cut_off]
     return tuple(said)
 
 
 def _losses(log: RunLog) -> Iterator[str]:
-    """One line for all recorded losses, which a table lists, and one for unrecorded losses."""
+    """A line for all recorded losses, which a table lists, and a line for unrecorded losses."""
     told = {event.worker for event in log.losses}
     if len(log.losses) == 1:
         [event] = log.losses
@@ -82,7 +82,7 @@ def _losses(log: RunLog) -> Iterator[str]:
         yield f"{who}, {count(len(log.losses))} times in all: “{LOSSES}” below says when and why."
     silent = sorted(set(log.summary.lost_workers if log.summary else ()) - told)
     if silent:
-        yield f"{', '.join(silent)} {'was' if len(silent) == 1 else 'were'} lost; when and why was not recorded."
+        yield f"{', '.join(silent)} {'was' if len(silent) == 1 else 'were'} lost; time and reason were not recorded."
 
 
 def why_nothing_was_decided(log: RunLog) -> str:
@@ -90,8 +90,8 @@ def why_nothing_was_decided(log: RunLog) -> str:
     mode = f" The allocation mode was “{log.summary.allocation_mode}”." if log.summary else ""
     if not log.decisions:
         return (
-            "No decision was taken because none came up: the run recorded no planning result. "
-            f"It was shorter than a planning period, or its allocation was fixed.{mode}"
+            "No decision was taken, since the run recorded no planning result: it was shorter than a planning "
+            f"period, or its allocation was fixed.{mode}"
         )
     reasons = Counter(decision.reason for decision in log.decisions)
     most, times = reasons.most_common(1)[0]
@@ -168,7 +168,7 @@ def _speed(log: RunLog) -> str:
 
 
 def _devices(log: RunLog) -> str:
-    """The share of work in the device time, and the largest cause of waiting. Empty where steps have no device time."""
+    """The share of work in the device time, and the largest cause of waiting. Empty if steps have no device time."""
     seconds = total(row for step in log.steps for row in step.device_seconds.values())
     whole = sum(seconds.values())
     if not whole:
@@ -196,7 +196,7 @@ def _lent(log: RunLog) -> str:
 
 
 def _net(log: RunLog) -> tuple[int, float, str]:
-    """The taken decisions that can be judged: their number, their total saved seconds, and the error."""
+    """Taken decisions with a known gain: their number, their total saved seconds, and its error."""
     known = [it for it in outcomes(log) if it.net_seconds is not None]
     errors = [it.error_seconds for it in known if it.error_seconds is not None]
     error = f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"
@@ -210,7 +210,7 @@ def _decided(log: RunLog) -> str:
     changed = f"Libra changed the allocation {'once' if len(log.taken) == 1 else f'{len(log.taken)} times'}"
     if not judged:
         return f"{changed}; the gain is not known."
-    which = ", which" if judged == len(log.taken) else f"; the {judged} that could be judged"
+    which = ", which" if judged == len(log.taken) else f"; the {judged} with a known gain"
     verb = "saved" if net >= 0 else "cost"
     return f"{changed}{which} {verb} an estimated {duration(abs(net))}{error}, net of the switch."
 

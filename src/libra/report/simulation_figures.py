@@ -31,7 +31,7 @@ _SHARES = Axis("share within this time (%)", (0.0, 100.0))
 
 
 def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
-    """A cumulative distribution for each existing latency."""
+    """A cumulative distribution for each latency that the result has."""
     took = durations(view.result.requests)
     first = [("TTFT", took["ttft"]), ("queueing", took["queueing"])]
     if view.metrics.ttft != view.metrics.ttft_prefill:
@@ -53,7 +53,7 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """Intervals of equal length, from the first arrival to the last end, as an axis."""
+    """A time axis of equal intervals, from the first arrival to the last end."""
 
     edges: NDArray[np.int64]  # ticks
     since: NDArray[np.float64]  # the first arrival, of each edge, in the axis' unit
@@ -69,7 +69,7 @@ class TimeAxis:
         return list(zip(self.middles.tolist(), values.tolist(), strict=True))
 
     def lines(self, title: str, label: str, names: Sequence[str], values: Rows, of: str, more: str = "") -> Figure:
-        """A figure with a line for each of `names`, or with the extremes and the mean if there are many."""
+        """A figure with a line for each of `names`; with many names, lines for extremes and mean."""
         intervals = f"means over {count(len(self.middles))} equal intervals."
         if len(names) <= _MOST_LINES:
             lines, note = dict(zip(names, values, strict=True)), intervals.capitalize()
@@ -125,8 +125,9 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 
 def _waiting(view: SimulationView, edges: NDArray[np.int64]) -> Rows:
-    """[engine, bin] mean requests between their arrival and their first iteration (or their end without one). Requests
-    that change engines wait for their prefill engine, and then for their pull."""
+    """[engine, bin] mean number of requests between arrival and first iteration, or end without an iteration. Requests
+    that change engines wait for their prefill engine, then for their pull.
+    """
     requests, result, transfers = view.result.requests, view.result, view.result.transfers
     ended = np.where(requests.finish < 0, result.end, requests.finish)
     until = np.where(requests.scheduled < 0, ended, requests.scheduled)
@@ -168,7 +169,9 @@ def _distribution(title: str, curves: Sequence[tuple[str, Durations]], *, wide: 
 
 
 def _cumulative(values: Durations) -> list[tuple[float, float]]:
-    """(seconds, percent of the values that are no longer), from the least on, for `MAX_POINTS` values at most."""
+    """Cumulative distribution: (seconds, percent of values up to it), in rising order, with at most `MAX_POINTS`
+    points.
+    """
     ordered = np.sort(values)
     total = len(ordered)
     ranks = np.unique(np.linspace(1, total, min(total, MAX_POINTS - 1)).round().astype(np.int64))
@@ -199,8 +202,9 @@ def _flow_figure(view: SimulationView, time: TimeAxis) -> Figure:
 
 
 def _pauses(view: SimulationView, scale: float) -> list[Marker]:
-    """The moments at which engines paused for new weights, one for each interval; none if they are too many to
-    distinguish."""
+    """The moments at which engines paused for new weights, one for each interval; empty if there are too many to
+    distinguish.
+    """
     result = view.result
     stretch = result.makespan / MAX_POINTS
     moments: list[int] = []

@@ -1,7 +1,6 @@
 """Terminal tables of a simulation.
 
-Invariant: tables show the numbers of their view and compute none of their own; they are legible in 80 columns, with
-fewer details than in 100.
+Invariant: tables only show numbers of their view. They are legible in 80 columns, with fewer details than in 100.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ _FRAME = 3  # characters that a column takes besides its text
 
 
 def simulation_tables(view: SimulationView, width: int = 100) -> tuple[Table, ...]:
-    """Tables of numbers, latencies, requests that did not finish (left out if all did), and engines, for a rich console
-    of `width` columns."""
+    """Tables of numbers, latencies, unfinished requests (if any) and engines, for a rich console of `width` columns."""
     endings = [_endings(view)] if view.endings else []
     return (_numbers(view), _latencies(view), *endings, _engines(view, width))
 
@@ -85,7 +83,7 @@ def shown_spreads(view: SimulationView) -> list[tuple[str, Spread]]:
 
 
 def shown_engines(view: SimulationView, most: int) -> tuple[tuple[EngineMetrics, ...], int]:
-    """(the engines in their order, or the busiest ones if they are too many; the number of the others)."""
+    """The engines in their order, or only the busiest if there are too many; and the number of engines left out."""
     engines = view.engines
     if len(engines) <= most:
         return engines, 0
@@ -151,7 +149,7 @@ def _engines(view: SimulationView, width: int) -> Table:
 
 
 def _header(key: str) -> str:
-    """One word a line: numbers are narrower than their names."""
+    """Header with one word per line, since numbers are narrower than their names."""
     return DEFINITIONS[key].name.replace(" ", "\n")
 
 

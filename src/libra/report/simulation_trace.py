@@ -1,9 +1,9 @@
 """A simulation as a trace: the phases of each request on its engine, and the load of the engine.
 
-A group for each engine: its counters (also of its network, if KV is transferred), a row of pauses for new weights, and
-rows of requests (queued, prefill, decode; with roles also KV kept, waiting to pull, and KV transfer). Slices of a row
-never overlap, and there are only as many rows as concurrent requests. If requests are too many for the file, one in k
-is drawn, and the trace says so. Times are to the nanosecond.
+Each engine has a group: counters (also of its network, if KV is transferred), a row of pauses for new weights, and rows
+of requests. The phases of a request are queued, prefill and decode; with roles also KV kept, waiting to pull, and KV
+transfer. Slices of a row never overlap, and rows are as few as concurrent requests allow. With too many requests for
+the file, one in k is drawn, and the trace says so. Times are exact to the nanosecond.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ _COLOURS = {
 
 
 def write_simulation_trace(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
-    """Write the trace, with events in no particular order of time: the viewers sort them. Counters and pauses are drawn
-    if the result has series."""
+    """Write the trace. Events are unordered, since viewers sort them. Counters and pauses are drawn if the result has
+    series.
+    """
     with closing(TraceFile(path, max_events)) as trace:
         for group, engine in enumerate(result.engines, start=1):
             trace.name_group(group, engine.name, group)
@@ -125,7 +126,7 @@ def _requests(trace: TraceFile, result: SimulationResult) -> None:
 
 
 class _Rows:
-    """The rows of a group: each request takes the first free one."""
+    """The rows of a group; each request takes the first free row."""
 
     def __init__(self) -> None:
         self.named = 0  # rows that have a name already
@@ -242,8 +243,9 @@ def _handed_over(
 def _slices(
     since: int, phases: Iterable[tuple[str, int]], end: int, finish: int = -1
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield the phases of a request until tick `end`, as (name, start, end). `phases` have the tick at which each ends,
-    -1 if it does not. Phases of no duration are left out."""
+    """Yield the phases of a request until tick `end`, as (name, start, end). `phases` has the tick at which each phase
+    ends, or -1 if it does not end. Phases without duration are left out.
+    """
     for name, tick in phases:
         until = end if tick < 0 else min(tick, end)
         # The phases of a cancelled request end with it.

@@ -1,6 +1,6 @@
-"""The result of a simulation in words: its speed, its bottleneck, and caveats.
+"""The result of a simulation as text: its speed, its bottleneck, and caveats.
 
-Every claim compares metrics with a threshold of this module; none guesses at a cause that was not observed.
+Every claim compares metrics with a threshold of this module. No claim names a cause that was not observed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LatencyPart:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Shares of the total waiting time (over requests) during which each resource was full on the request's engine."""
+    """Shares of the total waiting time of requests in which each resource of the request's engine was full."""
 
     max_num_seqs: float
     blocks: float
@@ -84,9 +84,9 @@ def headline(view: SimulationView) -> str:
     """The speed of the simulated engines and their bottleneck, in a few sentences."""
     metrics = view.metrics
     if not metrics.requests:
-        return "No request arrived, so there is nothing to judge."
+        return "No request arrived, so there is no result."
     if not metrics.finished:
-        return f"None of {plural(metrics.requests, 'request')} finished, so there is nothing to judge."
+        return f"None of {plural(metrics.requests, 'request')} finished, so there is no result."
     said = [
         f"{count(metrics.finished)} of {plural(metrics.requests, 'request')} finished in"
         f" {fine_duration(metrics.makespan)}: {worded(metrics.generated_rate, 'tokens/s')} generated.",
@@ -101,7 +101,7 @@ def headline(view: SimulationView) -> str:
 
 
 def _groups(view: SimulationView) -> list[str]:
-    """Sentences on the bottleneck of iterations with attention and FFN on different ranks."""
+    """Sentences on the bottleneck of iterations with attention and FFN on separate ranks."""
     said = []
     for group in view.result.groups[:MOST_GROUPS]:
         shares = bounded_shares(group)
@@ -223,7 +223,9 @@ def _memory(view: SimulationView) -> list[str]:
 
 
 def _uneven(engines: Sequence[EngineMetrics]) -> list[str]:
-    """Compare the busiest engine with others of its role: one may be busy all the time while the rest lack requests."""
+    """A sentence that compares the busiest engine with others of its role, if one is busy while the others lack
+    requests.
+    """
     busiest = max(engines, key=lambda engine: engine.busy_share or 0.0)
     others = [it for it in engines if it.role == busiest.role and it is not busiest]
     if not others or not busiest.busy_share:

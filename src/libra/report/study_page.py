@@ -1,4 +1,4 @@
-"""A comparison of policies as one HTML page: the same for the same comparison."""
+"""A comparison of policies as one HTML page; equal comparisons give equal pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison of policies in words, as a table, CSV and JSON."""
+"""A comparison of policies as sentences, table, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def over_words(found: Study, policy: int, metric: int) -> str:
 
 
 def study_sentences(found: Study) -> tuple[str, ...]:
-    """A sentence for each metric: the policy with the lowest mean, and whether it is better than the first one."""
+    """A sentence for each metric: the policy with the lowest mean, and its comparison with the first policy."""
     lines = []
     for metric, name in enumerate(found.metrics):
         best = min(range(len(found.policies)), key=lambda policy: found.mean(policy, metric)[0])

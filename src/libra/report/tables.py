@@ -1,5 +1,4 @@
-"""Terminal tables: columns of numbers, and tables of a log of trajectories or of a device. They compute no numbers of
-their own; unknown values are a dash."""
+"""Terminal tables of a log of trajectories or a device, which only show given numbers. An unknown value is a dash."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def _or_missing(value: float | None, format: str) -> str:
 
 
 def calibration_table(found: Calibration, gpu: GPU | None) -> Table:
-    """Medians and the spread of their measurements; utilisation only against a named data sheet."""
+    """Medians and spread of the measurements; utilisation only if the GPU's data sheet is known."""
     title = f"{found.device}, PyTorch {found.torch}, {found.dtype}"
     table = Table("what", number("median"), "unit", number("spread"), title=title)
     for what, measured, scale, unit in (

@@ -19,7 +19,7 @@ from libra.sim.training_run.outcome import SimulatedRun, SimulatedStep
 
 @dataclass(frozen=True, slots=True)
 class RunChapter:
-    """Additions of a room to the page of a run: to its headline, tiles, and a section of its own."""
+    """A room's additions to the page of a run: to headline and tiles, and a section."""
 
     sentences: tuple[str, ...]
     tiles: tuple[Tile, ...]

@@ -14,7 +14,7 @@ _WAITS, _TRAINS = 1, 2  # lanes of the first
 
 
 def write_training_trace(outcome: SimulatedRun, path: Path | str, max_events: int = MAX_EVENTS) -> None:
-    """Write the events in no particular order of time: the viewers sort them."""
+    """Write the events, unordered, since viewers sort them."""
     with closing(TraceFile(path, max_events)) as trace:
         trace.name_group(_STEPS, "training", _STEPS)
         for lane, name in ((_WAITS, "waits"), (_TRAINS, "steps")):

@@ -1,6 +1,6 @@
 """Vega-Lite charts as SVG elements of a page: axes, markers and the drawing itself, without a browser or a network.
 
-No script, font or address is loaded, and each mark has a `<title>`. Text and lines take the colours of the page
+A chart loads no script, font or other file, and each mark has a `<title>`. Text and lines take the colours of the page
 (`var(--ink)`), so charts are dark on a dark page.
 """
 
@@ -60,7 +60,7 @@ def draw(chart: Layers, y_label: str, width: int, height: int, marked: bool = Fa
 
 
 def _svg(chart: Layers) -> Markup:
-    """The chart as an element of a page, without fonts and ARIA roles of its own, coordinates cut to two decimals."""
+    """The chart as an element of a page, without fonts and ARIA roles, and with coordinates rounded to two decimals."""
     words: dict[str, Any] = {"fontSize": 13, "fontWeight": "normal"}
     styled = chart.configure(
         background="transparent",
@@ -94,7 +94,7 @@ def _svg(chart: Layers) -> Markup:
 
 
 def marker_layers(markers: Sequence[Marker], x: Axis, width: int) -> list[alt.Chart]:
-    """Vertical lines with labels above the plot, in two rows; without room in either, a line has only its title."""
+    """Vertical lines with labels above the plot, in two rows; a label without room is only in the line's title."""
     if not markers:
         return []
     assert x.ends is not None
@@ -131,8 +131,9 @@ _CHANNELS = {
 def layer(
     mark: str, rows: Sequence[Mapping[str, Any]], x: Axis | alt.X, y: Axis | alt.Y | int | None = None, **look: Any
 ) -> alt.Chart:
-    """A layer with a mark for each row, at its `x` and `y`, or all at `y` px, and with the `_CHANNELS` of the rows. The
-    description is shown under the pointer."""
+    """A layer with a mark for each row, at its `x` and `y` (or with all marks at `y` px), and with the `_CHANNELS` of
+    the rows. The description is shown under the pointer.
+    """
     channels: dict[str, Any] = {name: _CHANNELS[name] for name in _CHANNELS if rows and name in rows[0]}
     channels["x"] = _x(x) if isinstance(x, Axis) else x
     if y is not None:
@@ -168,5 +169,5 @@ def _format(axis: Axis) -> dict[str, Any]:
 
 
 def number_on(value: float, axis: Axis) -> float:
-    """The position of a value on its axis: its log2 on a logarithmic one, else the value."""
+    """The position of a value on its axis: log2 of the value on a logarithmic axis, else the value."""
     return math.log2(value) if axis.logarithmic else value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-if TYPE_CHECKING:  # every command reads this, to say what is wrong
+if TYPE_CHECKING:  # light import, since every command uses this module for errors
     from libra.plan.solution import Bottleneck, StepPart
     from libra.sim.outcome.definitions import Unit
 
@@ -27,8 +27,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u206
 
 
 def printable(text: str) -> str:
-    """Text from a file that is safe on a terminal: control characters, which could move the cursor, rename the window
-    or reverse the line, are escaped.
+    """Text from a file, made safe for a terminal: control characters are escaped, since they could move the cursor,
+    rename the window or reverse the line.
 
     >>> printable("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
@@ -135,7 +135,7 @@ def per_second(rate: float, noun: str = "request") -> str:
 
 
 def fine_duration(seconds: float) -> str:
-    """Values below a nanosecond are rounding errors of sums and shown as 0.
+    """Text of a short duration. Values below a nanosecond are rounding errors of sums, and shown as 0.
 
     >>> [fine_duration(s) for s in (0, 2.9e-11, 3.2e-8, 0.00082, 0.0123, 12.34, 7500)]
     ['0 s', '0 s', '0.032 µs', '820 µs', '12.3 ms', '12.3 s', '2 h 05 min']

@@ -90,7 +90,7 @@ def test_a_simulation_runs_lent_engines_at_their_share_and_says_so(planned: tupl
     path, _ = planned
     result = libra("simulate", path, "-t", EXAMPLES / "search_agent.jsonl", "--json")
     assert result.exit_code == 0, result.stderr
-    assert "lent engines have their share of the device at any moment" in result.stderr
+    assert "lent engines always have their share of the device" in result.stderr
     assert any(engine["name"].startswith("chat-") for engine in json.loads(result.stdout)["engines"])
 
 
@@ -136,7 +136,7 @@ def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--kv-quota",), ("--kv-quota is for the engines of --lender",)),
+        (("--kv-quota",), ("--kv-quota needs --lender",)),
         (
             (*LENDER, "--kv-quota"),
             ("chat: the serving engine leaves", "lower its gpu_memory_utilization"),
@@ -239,4 +239,4 @@ def test_terms_that_do_not_hold_are_refused_by_key(
 
 def test_a_pool_without_terms_is_said_to_lend_nothing() -> None:
     result = plan(EXAMPLES / "cluster_mixed.yaml", "--what-if", "h100=1", "--what-if", "a800=1")
-    assert "chat serves and lends nothing: it has no `lends`" in " ".join(result.stdout.split())
+    assert "chat serves users and lends no GPUs, since it has no key `lends`" in " ".join(result.stdout.split())

@@ -122,7 +122,7 @@ def test_where_nothing_idles_there_is_nothing_to_say() -> None:
             3,
             4,
             1,
-            "1 through the rollout: others suffice: the step would not be shorter with them",
+            "1 through the rollout: not needed: they would not shorten the step",
         ),
         ("two train nothing", 4, 2, 2, "2 through training: t takes 2"),
         ("both", 3, 2, 2, "1 through the rollout: others suffice.*; 2 through training: t takes 2"),

@@ -164,11 +164,11 @@ def test_another_cluster_or_recipe_is_planned_as_if_asked_for_at_once() -> None:
 
 
 def test_a_machine_and_nodes_without_a_profile_are_not_assumed() -> None:
-    with pytest.raises(ValueError, match="the plan of a run on one machine; change the run's configuration"):
+    with pytest.raises(ValueError, match="the plan is for a run on one machine: change the run's configuration"):
         assume_otherwise(make_plan(small_request.REQUEST), CLUSTER, RECIPE)
     (nodes,) = CLUSTER.nodes
     other = Cluster((*CLUSTER.nodes, replace(nodes, name="others")))
-    with pytest.raises(ValueError, match="the plan has no profile for nodes others; plan again with it"):
+    with pytest.raises(ValueError, match="the plan has no profile for nodes others: plan again with these nodes"):
         assume_otherwise(PLAN, other, RECIPE)
 
 
@@ -181,5 +181,7 @@ def test_other_weights_have_profiles_of_their_own() -> None:
 
 @pytest.mark.parametrize("change", [{"tool_seconds_if_unknown": 9.0}, {"max_length": 8191}])
 def test_what_the_statistics_were_made_with_cannot_be_assumed_otherwise(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(change))} is in the statistics .*; give it to libra plan"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(change))} is part of the plan's statistics: give it to libra plan"
+    ):
         assume_otherwise(PLAN, CLUSTER, RECIPE.model_copy(update=change))

@@ -100,7 +100,7 @@ TABLE = [
         menu({"a": 15}, A100, [training("dp8", "a", 8)]),
         (
             "pool a has 15 devices",
-            "training and generation have devices of their own",
+            "training and generation have separate devices",
             "training needs at least 8 devices of a (dp8)",
             "an engine must hold the longest context of 10 tokens (tp8 does, with 8 devices)",
         ),
@@ -116,9 +116,9 @@ TABLE = [
     ),
     ("memory alone", menu({"a": 4}, A100[:1], [training("t", "a", 1)]),
      ("an engine must hold the longest context of 10 tokens (the longest that fits is 6, on tp1)",)),
-    ("nothing trains", menu({"a": 4}, A100[:1], []), ("some layout must train the model; none fits any pool",)),
+    ("nothing trains", menu({"a": 4}, A100[:1], []), ("a layout must train the model, but none fits any pool",)),
     ("nothing generates", menu({"a": 4}, [], [training("t", "a", 1)]),
-     ("some engine must hold the model; none fits any pool",)),
+     ("an engine must hold the model, but none fits any pool",)),
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_conflicts_are_named_and_solvers_say_them(problem: Problem, wanted: tupl
         solve(problem)
     message = str(refused.value)
     assert "; ".join(wanted) in message
-    assert message.startswith("these conflict, and without any one of them there would be a plan: ") == (
+    assert message.startswith("these constraints conflict, and dropping any one of them would allow a plan: ") == (
         len(wanted) > 1
     )
 
@@ -143,10 +143,10 @@ SMALL = replace(PROBLEM, pools=(Pool("a", 1, 2),))
     ("problem", "cause"),
     [
         (menu({"a": 4}, A100[:1], [training("t", "a", 1)]), ": lower the longest context, or add devices or shapes"),
-        (SMALL, "add devices, ask for less, or share devices"),
+        (SMALL, "add devices, reduce the request, or share devices"),
         (
             replace(SMALL, colocated=True, staleness=0, training=(replace(TWO, devices=3),)),
-            "add devices, ask for less$",
+            "add devices, reduce the request$",
         ),
         (replace(PROBLEM, engines=(LONG,), training=(ONE,), use_all_devices=True), "use_all_devices leaves no plan"),
     ],

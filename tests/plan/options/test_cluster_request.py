@@ -41,7 +41,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
      "classes[1].peak_context is 4000; it lies between 1 and longest_context (3999)"),
     ("a profile too few", lambda: replace(REQUEST, cluster=MIXED), "there are 1 profiles for 2 classes of nodes"),
     ("no FP8", lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"dtype": "fp8"})),
-     "dtype is fp8, in which A800 does not multiply: set it to bf16, or take another GPU"),
+     "dtype is fp8, but A800 does not multiply in fp8: set it to bf16, or choose another GPU"),
     ("a profile too many", lambda: replace(REQUEST, profiles=REQUEST.profiles * 2), "there are 2 profiles for 1"),
 ]  # fmt: skip
 
@@ -154,7 +154,7 @@ H100 = NodeClass("h100", 32, 8, GPUS["H100"], intra_bandwidth=450e9, inter_bandw
         ("H200", {"rollout_dtype": "bf16"}, f"{OVER_NODES}, or rollout_dtype: fp8"),
         ("H100", {"rollout_dtype": "fp8"}, f"{OVER_NODES}, or 8 H200 a node"),
         ("H100", {}, f"{OVER_NODES}, or 8 H200 a node"),  # its checkpoint has 8 bits
-        ("H100", {"gpu_memory_utilization": 0.3}, "give nodes with more memory in all"),
+        ("H100", {"gpu_memory_utilization": 0.3}, "give nodes with more total memory"),
     ],
 )
 def test_a_model_that_no_engine_holds_is_told_what_would(gpu: str, recipe: dict[str, object], remedy: str) -> None:

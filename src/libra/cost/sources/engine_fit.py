@@ -1,12 +1,13 @@
-"""A fit of an engine's host and of the corrections of its kernels' times to measured iterations.
+"""A fit of an engine's host and of corrections of its kernel times to measured iterations.
 
-Invariant: the iterations are single batches on a grid, without any workload. Every constant is one of `HostCost` or
+Invariant: the iterations are single batches on a grid, without a workload. Every constant is part of `HostCost` or
 `KernelTerms`, and none is negative. A constant that the iterations hardly determine stays near its first guess. The
-reported held-out error belongs to iterations that the fit did not see.
+held-out error is for iterations outside the fit.
 
-Least squares of relative errors with a Gaussian prior on nine constants (ten with experts). The relative standard
-deviations are `_TRUSTED` for a constant, `_NOISE` for one measurement of an iteration and `_FORM` for the form of the
-price. The fit alternates between the constants and whether an iteration waits for its kernels or their launches.
+The method is least squares of relative errors, with a Gaussian prior on nine constants (ten with experts). The relative
+standard deviations are `_TRUSTED` for a constant, `_NOISE` for one measurement of an iteration and `_FORM` for the form
+of the price. The fit alternates between two problems: the constants, and the bottleneck of each iteration (kernels or
+launches).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def fit_engine(
     experts: bool = False,
 ) -> EngineFit:
     """Fit constants near `host` and `terms` for an engine with CUDA graphs of these `sizes` and the kernel times of
-    `grid`. `source` describes the measurement. With `experts` the grid is trusted less, and decodes are fitted, too.
+    `grid`. `source` describes the measurement. With `experts`, the grid has less weight, and decodes are fitted, too.
     Raises ValueError if there are too few measurements."""
     if len(iterations) < 2 * _FOLDS:
         raise ValueError(f"{len(iterations)} iterations are too few to fit an engine: measure {2 * _FOLDS} or more")
@@ -120,7 +121,7 @@ def fit_engine(
 
 
 class _Parts:
-    """The part of each iteration that each constant multiplies."""
+    """The factor of each constant in each iteration."""
 
     def __init__(self, grid: EngineGrid, sizes: tuple[int, ...], iterations: Sequence[MeasuredIteration]) -> None:
         most = padded(max(it.tokens for it in iterations), sizes)
@@ -154,7 +155,7 @@ class _Parts:
                 self.fixed[row] = reads - self.shared[row]
 
     def launched_later(self, constants: Array) -> NDArray[np.bool_]:
-        """Whether launching takes each iteration longer than its kernels do."""
+        """For each iteration, whether launching takes longer than the kernels."""
         later: NDArray[np.bool_] = self._launching(constants) > self._kernels(constants)
         return later
 
@@ -180,7 +181,7 @@ class _Parts:
         return distances
 
     def rows(self, launching: NDArray[np.bool_]) -> tuple[Array, Array]:
-        """[iterations, constants] factors of the constants, and the seconds that no constant multiplies."""
+        """[iterations, constants] factors of the constants, and the seconds that do not depend on them."""
         device = self._device()
         device[launching] = 0.0
         piecewise, eager = launching * self.graph, launching * ~self.graph
@@ -188,8 +189,9 @@ class _Parts:
 
 
 def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
-    """The constants, fitted to the `used` iterations. Launch times also start above and below their first guess, since
-    one that is shorter than all kernels would never be fitted."""
+    """The constants, fitted to the `used` iterations. Launch times start at, above and below their first guess, since a
+    launch time below all kernel times would never be fitted.
+    """
     found = [_by_turns(parts, before, used, begun) for begun in _BEGINNINGS]
     return min(found, key=lambda constants: _misfit(parts, before, used, constants))
 
@@ -209,7 +211,7 @@ def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: floa
 
 
 def _misfit(parts: _Parts, before: Array, used: NDArray[np.bool_], constants: Array) -> float:
-    """Sum of squares, linear beyond an outlier's distance (Huber 1964), plus that of the prior."""
+    """Sum of squares, linear for outliers (Huber 1964), plus the squares of the prior."""
     off = parts.off(constants)[used]
     near = np.minimum(off, _OUTLIER)
     moved = (constants / before - 1) / parts.trusted

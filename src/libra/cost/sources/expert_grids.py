@@ -1,8 +1,8 @@
-"""Grids of data-parallel ranks with expert parallelism: from tables if these have the shape, else from a roofline.
+"""Grids of data-parallel ranks with expert parallelism: from tables that have the shape, otherwise from a roofline.
 
-Invariant: tables are of the requested GPU and shape. Their experts are those of vLLM 0.24, with all tokens on every GPU
-and equally frequent experts; their exchange is DeepEP among eight GPUs of a node. Missing times are modelled, and the
-source says so.
+Invariant: tables are for the requested GPU and shape. They measure the experts of vLLM 0.24, with all tokens on every
+GPU and equally frequent experts, and the exchange of DeepEP among eight GPUs of a node. Missing times are modelled, and
+the source says so.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def expert_grid(
     note: Callable[[str], None] = lambda _: None,
 ) -> ExpertGrid:
     """The grid of `dp` ranks of `tp` GPUs, which divide the experts. `source` is `tables`, `roofline`, or `auto`:
-    tables where they have the model, and a `note` where not. Raises `NoTablesError` for `tables`, ValueError if a
-    degree does not divide the model."""
+    tables if they have the model, otherwise the roofline with a `note`. Raises `NoTablesError` for `tables`, ValueError
+    if a degree does not divide the model.
+    """
     gpus = dp * tp
     modelled = stage_roofline(gpu, model, tp, gpus, quantization=quantization, calibration=calibration)
     stages, experts = modelled, tuple(modelled.experts_seconds(gpus * tokens) for tokens in _AXIS)
@@ -86,7 +87,7 @@ def expert_grid(
 
 
 def _own(stages: StageGrid) -> EngineGrid:
-    """Attention and all work outside of the layers with experts; only the last token of a prompt has logits."""
+    """Attention and all work outside the layers with experts. Only the last token of a prompt has logits."""
     grid, few = stages.attention, 1
     decode = tuple(
         tuple(seconds + stages.outside_seconds(batch) for seconds in row)

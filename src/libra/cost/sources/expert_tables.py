@@ -1,6 +1,6 @@
 """Experts and their exchange from the tables of aiconfigurator-core.
 
-Invariant: as in `tables`, a missing entry is an error, never replaced by a neighbour's numbers.
+Invariant: as in `tables`, a missing entry is an error, and no other entry replaces it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ _EXPONENT = 1.2  # of the power law by which tokens choose experts in a whole en
 def expert_tables(
     gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int], quantization: Quantization = AS_STORED
 ) -> tuple[float, ...]:
-    """Seconds of one layer's experts on each of `ranks` GPUs that divide them, for `each` number of tokens of every
-    GPU, evenly over all experts. Raises `NoTablesError`."""
+    """Seconds of one layer's experts on each of `ranks` GPUs that divide the experts. `each` lists numbers of tokens
+    per GPU, spread evenly over all experts. Raises `NoTablesError`.
+    """
     operator = _experts(gpu, model, 1, ranks, quantization, "balanced")
     return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
 
 
 def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantization: Quantization) -> EngineProfile:
-    """The profile of `tables`, changed to tokens that choose all experts equally often, as with untrained routers. That
-    of a dense model stays as it is."""
+    """The profile of `tables`, corrected for tokens that choose all experts equally often, as with untrained routers.
+    The profile of a dense model is unchanged.
+    """
     if model.experts is None:
         return profile
     engines = []
@@ -48,10 +50,10 @@ def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantizati
 
 
 def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantization: Quantization) -> Array:
-    """[tokens] seconds of a layer's equally frequent experts, beyond those of the tables' power law.
+    """[tokens] seconds of a layer's equally frequent experts, minus the seconds with the tables' power law.
 
-    "Balanced" tables give experts equal numbers of tokens, so a few tokens touch as many experts as possible. Tokens
-    that choose independently touch fewer experts: as many as a smaller number of balanced tokens would.
+    "Balanced" tables give all experts equal numbers of tokens, so few tokens touch as many experts as possible. Tokens
+    that choose independently touch fewer experts, as many as a smaller number of balanced tokens.
     """
     experts = model.experts
     assert experts is not None
@@ -79,14 +81,16 @@ def _experts(gpu: GPU, model: ModelSpec, tp: int, ep: int, quantization: Quantiz
     experts = model.experts
     assert experts is not None
     if not experts.gated or experts.latent:
-        raise NoTablesError(f"{model.name} has experts that the tables are not sampled for")
+        raise NoTablesError(f"the tables have no times for the experts of {model.name}")
     shape = (model.hidden, experts.intermediate, experts.active, experts.count, tp, ep)
     mode = MoEQuantMode[table_modes(gpu, quantization, model).get("moe_quant_mode", "bfloat16")]
     return MoE("experts", 1.0, *shape, mode, routing, 1)
 
 
 def exchange_tables(gpu: GPU, model: ModelSpec, way: str, ranks: int, each: Sequence[int]) -> tuple[float, ...]:
-    """Seconds of dispatch and combine of one layer, of `each` tokens of every GPU, in bf16. Raises `NoTablesError`."""
+    """Seconds of dispatch and combine of one layer in bf16; `each` lists numbers of tokens per GPU. Raises
+    `NoTablesError`.
+    """
     from aiconfigurator_core.sdk.operations.moe_comm import MoEAllToAll
 
     backends = {"deepep_high_throughput": "deepep_ht", "deepep_low_latency": "deepep_ll"}

@@ -1,6 +1,6 @@
 """Engine profiles, calibrations, fits of engines and measured device profiles as JSON files.
 
-Invariant: a saved value is loaded unchanged. A file with a manual change or a wrong field is refused with the field's
+Invariant: a saved value is loaded unchanged. A manually changed file or a wrong field is refused, with the field's
 name.
 """
 
@@ -25,7 +25,7 @@ T = TypeVar("T", EngineProfile, Calibration, DeviceProfile, EngineFit)
 
 
 def save_grid(path: Path, profile: EngineProfile) -> None:
-    """Write the profile and its digest: the whole file, or nothing."""
+    """Write the profile and its digest to a file atomically."""
     _write(path, _json({"digest": profile.digest, "profile": asdict(profile)}))
 
 
@@ -42,7 +42,7 @@ def load_grid(path: Path) -> EngineProfile:
 
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
-    """Write the whole file, or nothing."""
+    """Write the file atomically."""
     _write(path, _json(asdict(calibration)))
 
 
@@ -53,7 +53,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def save_fit(path: Path, fit: EngineFit) -> None:
-    """Write a host and corrections of kernels: the whole file, or nothing."""
+    """Write a host and corrections of kernels to a file atomically."""
     _write(path, _json(asdict(fit)))
 
 
@@ -64,7 +64,7 @@ def load_fit(path: Path) -> EngineFit:
 
 
 def save_profile(path: Path, profile: DeviceProfile) -> None:
-    """Write a run's measurements: the whole file, or nothing."""
+    """Write a run's measurements to a file atomically."""
     _write(path, TypeAdapter(DeviceProfile).dump_json(profile, indent=1) + b"\n")
 
 
@@ -109,7 +109,7 @@ def _checked(path: Path, kind: type[T], content: Any, remedy: str) -> T:
 
 
 def _unknown(content: Any, known: Any) -> str:
-    """Path of the first key in `content` that `known` lacks; empty where there is none."""
+    """Path of the first key in `content` that `known` lacks; empty without such a key."""
     if isinstance(content, dict):
         for key, value in content.items():
             if key not in known:

@@ -1,7 +1,7 @@
-"""Seconds of the kernels of a layer on a GPU: a roofline for each.
+"""Seconds of a layer's kernels on a GPU, with a roofline for each kernel.
 
-Invariant: weights and KV are divided by the tensor-parallel degree once, and no kernel is faster than its arithmetic
-or its memory traffic allows at the given rates.
+Invariant: weights and KV are divided once by the tensor-parallel degree. No kernel is faster than its arithmetic and
+its memory traffic allow at the given rates.
 
 A kernel takes max(FLOPs / rate, bytes / bandwidth) + a fixed time (Williams et al. 2009, "Roofline"; the fixed time is
 launch, ramp-up and tail). A layer is norms, QKV, attention, output projection, all-reduce, gated MLP or experts, and a
@@ -35,8 +35,8 @@ PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: a link that is no
 def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) -> Array:
     """Ring all-reduce of `size` bytes: a GPU moves 2 * (tp - 1) / tp of them (Patarasuk and Yuan 2009); 0 at tp 1.
 
-    Over PCIe more than two GPUs communicate through the CPUs. On L40S their bus bandwidth is 3.7 GB/s for four and 1.9
-    for eight, against 19 for two (tables of aiconfigurator-core 0.12): 0.8 / tp of it.
+    Over PCIe, more than two GPUs communicate through the CPUs. On L40S, the bus bandwidth is 19 GB/s for two GPUs, 3.7
+    for four and 1.9 for eight (tables of aiconfigurator-core 0.12): for four or more, about 0.8 / tp of the first.
     """
     moved = 2 * (tp - 1) / tp * np.asarray(size, dtype=float)
     met = 0.8 / tp if tp > 2 and link <= PCIE else 1.0
@@ -47,7 +47,7 @@ def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) ->
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A kind of weights: bytes of one weight, and the speed of its products over bf16."""
+    """A kind of weights: bytes per weight, and the speed of its products relative to bf16."""
 
     bytes: float = ACTIVATION_BYTES
     faster: float = 1.0
@@ -77,7 +77,7 @@ class StoredNumbers:
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The kernels of one GPU's share of the model; every method is seconds."""
+    """The kernels of one GPU's share of the model; every method returns seconds."""
 
     reached: Rates
     model: ModelSpec
@@ -87,7 +87,7 @@ class LayerKernels:
     fabric: Fabric | None = None  # None: all `tp` devices are in one node
 
     def linear(self, tokens: Array, inputs: float, outputs: float) -> Array:
-        """A matrix of attention."""
+        """Product with a matrix of attention."""
         return self._product(tokens, inputs, outputs, self.stored.attention)
 
     def _product(self, tokens: Array, inputs: float, outputs: float, matrix: _Matrix) -> Array:
@@ -95,7 +95,7 @@ class LayerKernels:
         return self._bound(2 * tokens * inputs * outputs / (self.reached.linear_flops * matrix.faster), traffic)
 
     def _grouped(self, tokens: Array, touched: Array, inputs: float, outputs: float) -> Array:
-        """A matrix of each touched expert."""
+        """Product with a matrix of each expert that has tokens."""
         matrix = self.stored.experts
         traffic = ACTIVATION_BYTES * tokens * (inputs + outputs) + matrix.bytes * touched * inputs * outputs
         return self._bound(2 * tokens * inputs * outputs / (self.reached.expert_flops * matrix.faster), traffic)
@@ -108,7 +108,7 @@ class LayerKernels:
         return ACTIVATION_BYTES * elements / self.reached.bandwidth + self.reached.pass_launch
 
     def decode_attention(self, tokens: Array, cached: Array) -> Array:
-        """The mixers of all layers, for one token of each of `tokens` sequences that have `cached` tokens together."""
+        """The mixers of all layers, for one token of each of `tokens` sequences with `cached` tokens in total."""
         return self._over_mixers(lambda mixer: self._decode(mixer, tokens, cached))
 
     def prefill_attention(self, tokens: Array, prefix: Array) -> Array:
@@ -123,9 +123,10 @@ class LayerKernels:
         return _summed(count * seconds(mixer) for mixer, count in counts.items())
 
     def _decode(self, mixer: Mixer, tokens: Array, cached: Array) -> Array:
-        """One layer: reads all keys of the batch that its attention sees, or reads and writes all states. Latent
-        attention is absorbed (DeepSeek-V2, section 2.1): its one compressed vector serves all heads, and no degree
-        divides it."""
+        """The mixer of one layer, which reads all visible keys of the batch, or reads and writes all states. Latent
+        attention is absorbed (DeepSeek-V2, section 2.1): its compressed vector serves all heads, and no degree divides
+        it.
+        """
         reached, reads, again = self.reached, mixer.reads(self.tp), mixer.decompressed(self.tp)
         projections = np.zeros_like(tokens) if again is None else self.linear(tokens, *again)
         if not reads:
@@ -142,8 +143,9 @@ class LayerKernels:
         return seconds
 
     def _prefill(self, mixer: Mixer, tokens: Array, prefix: Array) -> Array:
-        """One layer: causal, so that a token attends to the prefix and to half of its own chunk. Latent attention
-        decompresses the cached vectors again for every chunk, unless an indexer chooses among them."""
+        """The causal mixer of one layer: a token attends to the prefix and, on average, to half of its own chunk.
+        Latent attention decompresses the cached vectors again for every chunk, unless an indexer chooses among them.
+        """
         reads, again = mixer.reads(self.tp), mixer.decompressed(self.tp)
         flops = mixer.token_flops / self.tp * tokens + 0.0 * prefix
         for it in reads:
@@ -156,7 +158,7 @@ class LayerKernels:
         return attention
 
     def rest(self, tokens: Array, logits: Array) -> Array:
-        """All layers without their attention, for `tokens` tokens, and the output head for `logits` of them."""
+        """All layers without attention for `tokens` tokens, and the output head for `logits` tokens."""
         alike = Counter[tuple[Mixer | None, int, int]]()
         for kind, count in self.model.counted:
             alike[kind.mixer, kind.norms, kind.parts] += count
@@ -172,7 +174,7 @@ class LayerKernels:
         return seconds
 
     def _dense(self) -> Iterator[tuple[MLP, int]]:
-        """MLPs that every token takes, and their numbers of layers."""
+        """Dense MLPs, and their numbers of layers."""
         counts = Counter[MLP]()
         for kind, count in self.model.counted:
             if kind.dense is not None:
@@ -198,8 +200,9 @@ class LayerKernels:
         return self.model.experts.width(self.model.hidden)
 
     def decode_beside_experts(self, tokens: Array, cached: Array) -> Array:
-        """The layers with experts, without the experts, and the layers without an MLP, as in `decode_attention`: the
-        work of an attention rank if FFN ranks have the experts."""
+        """The work of an attention rank whose FFN ranks have the experts: layers with experts, without the experts
+        themselves, and layers without an MLP. Arguments are those of `decode_attention`.
+        """
         return self._beside(tokens, lambda mixer: self._decode(mixer, tokens, cached))
 
     def prefill_beside_experts(self, tokens: Array, prefix: Array) -> Array:
@@ -247,8 +250,9 @@ class LayerKernels:
         return self._product(tokens, model.hidden, experts.count, _PLAIN)
 
     def experts_of(self, tokens: Array, ranks: int) -> Array:
-        """The experts of one layer on one of `ranks` GPUs that divide them, as in `_experts`. All ranks together have
-        `tokens` tokens, and routing is assumed to be uniform."""
+        """The experts of one layer on one of `ranks` GPUs that divide them (see `_experts`). All ranks together have
+        `tokens` tokens; uniform routing is assumed.
+        """
         experts = self.model.experts
         assert experts is not None
         touched = experts.count / ranks * (1 - (1 - experts.active / experts.count) ** tokens)
@@ -277,8 +281,9 @@ class LayerKernels:
         return up + self.pass_over((wide + 1) * tokens * share) + down
 
     def _experts(self, tokens: Array) -> Array:
-        """Grouped products that read each expert they touch once, between a gather of the tokens by expert and their
-        weighted sum, which every GPU does in full. Routing is assumed to be uniform."""
+        """Grouped products that read each used expert once, between a gather of the tokens by expert and their weighted
+        sum, which every GPU computes in full. Uniform routing is assumed.
+        """
         experts = self.model.experts
         assert experts is not None
         touched = experts.count * (1 - (1 - experts.active / experts.count) ** tokens)

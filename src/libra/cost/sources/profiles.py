@@ -1,7 +1,7 @@
 """Profiles of engines on each class of nodes: from tables, a calibration, or the GPU's roofline.
 
-Invariant: a profile from tables is kept in a cache file and read from there, with the same numbers; a cache that cannot
-be read is made again. A roofline is the last resort, and every profile names its source.
+Invariant: a profile from tables is cached in a file with the same numbers; an unreadable cache file is made again. A
+roofline is the last choice, and every profile names its source.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def engine_profiles(
 
     `host` is added to the kernels: `none`, `default`, or a file of a fit to measurements (`save_fit`).
 
-    `source` is `tables` (aiconfigurator-core), `roofline`, the calibration file of a GPU, or `auto`: tables where they
-    are installed and have the GPU and model, otherwise the roofline, with a `note` of the reason. Raises `ConfigError`
-    when the given source does not have them.
+    `source` is `tables` (aiconfigurator-core), `roofline`, the calibration file of a GPU, or `auto`: tables if they are
+    installed and have the GPU and model, otherwise the roofline, with the reason as a `note`. Raises `ConfigError` if
+    the named source lacks the times.
     """
     added = host_part(host, model, note)
     kernels = (_profile(nodes, model, recipe, source, note) for nodes in cluster.nodes)
@@ -70,8 +70,10 @@ def stage_profile(
     note: Callable[[str], None] = lambda _: None,
     ffn_gpu: GPU | None = None,
 ) -> tuple[StageGrid, HostCost]:
-    """The stages of attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from the
-    sources of `engine_profiles`. Raises as it does, and ValueError if a degree does not divide the model."""
+    """Stage times with attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from the
+    sources of `engine_profiles`. Raises like `engine_profiles`, and ValueError if a degree does not divide the
+    model.
+    """
     stages = _stages(nodes, model, recipe, tp, ffn, source, note, ffn_gpu)
     added = host_part(host, model, note)
     if added is None:
@@ -132,7 +134,7 @@ def _profile(
 
 
 def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -> Calibration | None:
-    """The calibration of these nodes' GPU if `source` is a file, otherwise None. Raises `ConfigError`."""
+    """The calibration of these nodes' GPU if `source` is a file; otherwise None. Raises `ConfigError`."""
     if source in ("auto", "tables", "roofline"):
         return None
     try:
@@ -145,8 +147,9 @@ def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -
 
 
 def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
-    """Raise `ConfigError` unless the calibration is of the nodes' GPU, by name (`NVIDIA A100-SXM4-40GB` is A100-40GB).
-    If Libra knows neither name, a rate must be one that the GPU's data sheet allows."""
+    """Raise `ConfigError` unless the calibration is for the nodes' GPU, by name (`NVIDIA A100-SXM4-40GB` is A100-40GB).
+    If Libra knows neither name, the rates must be within the GPU's data sheet.
+    """
     gpu = nodes.gpu
 
     def named(name: str) -> bool:
@@ -168,7 +171,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     quantization = rollout_quantization(recipe)
     degrees = engine_degrees(model, nodes, recipe)
     if degrees and degrees[-1] > nodes.gpus:
-        raise NoTablesError(f"no node holds {model.name}, and kernel tables end at a node")
+        raise NoTablesError(f"no node can hold {model.name}, and kernel tables cover single nodes only")
     try:
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
@@ -199,7 +202,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
 
 @cache
 def _code() -> str:
-    """A digest of the code that makes grids from tables, so that a cache of another version is not used."""
+    """A digest of the code that makes grids from tables, which invalidates caches of other versions."""
     makers = (aiconfigurator, gpus, transfer, grid, lines, rates, roofline)
     return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 

@@ -1,10 +1,11 @@
-"""Shares of its data sheet that a GPU delivers: in kernels of an engine (the roofline's constants), and in training.
+"""Achieved rates of a GPU: in kernels of an engine (the roofline's constants), and in training.
 
-Invariant: every set of rates names its source. Some GPUs were measured; the others are assumed to deliver the same
-shares of their data sheets, and their rates say so. A calibration replaces the rates that it measured, and no others.
-The measurements are in the record of each GPU, `libra.hardware.gpus`. Training rates are achieved over whole layers,
-from published runs: `linear` is what such devices reached over whole steps, and nothing else is faster, so no price
-from these rates beats the run that they are from.
+Invariant: every set of rates names its source. Some GPUs were measured; others are assumed to reach the same shares of
+their data sheets, and their source says so. A calibration replaces only the rates that it measured.
+`libra.hardware.gpus` has the measurements of each GPU.
+
+Training rates are achieved over whole layers, in published runs. `linear` is the rate over whole steps, and no other
+rate is higher, so no price from these rates is faster than the published run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from libra.hardware.gpus import record_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates(KernelRates):
-    """Rates that kernels reach, all-reduces included."""
+    """Rates that kernels reach, including all-reduces."""
 
     link_share: float  # bus bandwidth of an all-reduce of two, over the link's bandwidth in one direction
 
@@ -62,12 +63,12 @@ class Calibration:
             raise ValueError(f"Calibration.training_parameters is {self.training_parameters}; calibrate again")
 
     def mfu(self, gpu: GPU) -> float:
-        """Model FLOP utilisation of the training step: its share of the data sheet's FLOP/s."""
+        """Model FLOP utilisation of the training step, as a share of the data sheet's FLOP/s."""
         return self.training_flops.median / gpu.flops
 
 
 def rates(gpu: GPU, calibration: Calibration | None = None) -> Rates:
-    """Rates that kernels reach on a GPU, by its record, or by a calibration if there is one."""
+    """Rates that kernels reach on a GPU, from a calibration or from the GPU's record."""
     record = record_of(gpu)
     kernels = {it.name: getattr(record.kernels, it.name) for it in fields(KernelRates)}
     known = Rates(**kernels, link_share=record.bus)
@@ -89,7 +90,7 @@ def rates(gpu: GPU, calibration: Calibration | None = None) -> Rates:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRates:
-    """Rates that a device reaches in training. FLOP/s are achieved over whole layers, not by single kernels."""
+    """Rates that a device reaches in training. FLOP/s are over whole layers, not of single kernels."""
 
     linear: float  # FLOP/s of dense layers; also the ceiling of model FLOP/s
     attention: float  # FLOP/s of FlashAttention, forward and backward, at the causal FLOPs
@@ -139,11 +140,13 @@ def published_mfu(gpu: GPU) -> float | None:
 
 
 def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fused") -> TrainingRates:
-    """Training rates of a GPU. Those of fused kernels are from published training runs; a GPU without any gets the
-    lowest share of peak that others have. Those of eager execution are shares of the data sheet, measured on an H100.
+    """Training rates of a GPU.
+
+    Rates of fused kernels come from published training runs; a GPU without such a run gets the lowest share of peak of
+    all others. Rates of eager execution are shares of the data sheet, measured on an H100.
 
     fp16 is as fast as bf16; fp32 runs on the tensor cores as TF32, at half the FLOP/s on every data sheet since A100's.
-    fp8 is of the products of layers; attention and the head stay in bf16. Raises ValueError if a GPU has no FP8.
+    fp8 applies to the products of layers; attention and the head stay in bf16. Raises ValueError if a GPU has no FP8.
     """
     flops = gpu.flops / 2 if dtype == "fp32" else gpu.flops
     fused = _fp8_rates(gpu) if dtype == "fp8" else _fused_rates(gpu, flops)
@@ -163,9 +166,9 @@ def _fused_rates(gpu: GPU, flops: float) -> TrainingRates:
 
 
 def dtype_refusal(gpu: GPU, dtype: Dtype) -> str | None:
-    """Why a GPU cannot train in a type; None: it can."""
+    """Reason why a GPU cannot train in a type; None if it can."""
     if dtype == "fp8" and record_of(gpu).training.fp8 is None:
-        return f"dtype is fp8, in which {gpu.name} does not multiply: set it to bf16, or take another GPU"
+        return f"dtype is fp8, but {gpu.name} does not multiply in fp8: set it to bf16, or choose another GPU"
     return None
 
 

@@ -1,7 +1,7 @@
 """Engine times of a model on a GPU from its data sheet: grids of iterations, with a roofline for every kernel.
 
-Invariant: an iteration is all layers and the output head. The host is assumed to be hidden behind the device (CUDA
-graphs, asynchronous scheduling), as in the tables behind the rates.
+Invariant: an iteration is all layers and the output head. The host's work is assumed to overlap with the device (CUDA
+graphs, asynchronous scheduling), as in the tables from which the rates come.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
 
 
 def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[int, ...]:
-    """Tensor-parallel degrees of an engine on these nodes: those inside a node. If none of them holds a trajectory of
-    `max_length` and the framework can start larger ones, also the two smallest of whole nodes that do."""
+    """Tensor-parallel degrees of an engine on these nodes: all degrees inside a node. If none holds a trajectory of
+    `max_length` and the framework can start larger engines, also the two smallest degrees of whole nodes that do.
+    """
     inside, quantization = tensor_degrees(model, nodes), rollout_quantization(recipe)
 
     def holds(tp: int) -> bool:
@@ -62,7 +63,7 @@ def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[
 def node_roofline(
     nodes: NodeClass, model: ModelSpec, recipe: Recipe, calibration: Calibration | None = None
 ) -> EngineProfile:
-    """The roofline of every degree of an engine on these nodes, with measured rates where there is a calibration."""
+    """The roofline of all engine degrees on these nodes, with measured rates if there is a calibration."""
     return roofline(
         nodes.gpu,
         model,
@@ -86,10 +87,10 @@ def roofline(
 ) -> EngineProfile:
     """The profile of a model at the given degrees, from constants or from a calibration of the device.
 
-    Quantised matrices are multiplied at the rate of their type where the GPU has tensor cores for it, else at that of
-    bf16; attention always is. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the
-    GPU's own link; `between` joins nodes where a degree is more than one. Raises ValueError if a degree does not
-    divide the model.
+    Quantised matrices are multiplied at the rate of their type if the GPU has tensor cores for it, otherwise at the
+    rate of bf16. Attention always uses bf16. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction,
+    by default the GPU's own link; `between` connects nodes if a degree exceeds one node. Raises ValueError if a degree
+    does not divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
     if not link > 0:
@@ -111,8 +112,9 @@ def stage_roofline(
     quantization: Quantization = AS_STORED,
     calibration: Calibration | None = None,
 ) -> StageGrid:
-    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. Raises
-    ValueError as `roofline` does."""
+    """Stage times with attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. Raises
+    ValueError like `roofline`.
+    """
     require_degree(model, tp)
     reached = rates(gpu, calibration)
     layers = LayerKernels(reached, model, tp, StoredNumbers.on(gpu, quantization, model), gpu.link)

@@ -1,9 +1,8 @@
 """Engine profiles from the kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0): measured vLLM, offline.
 
-Invariant: tables are sampled once, into a grid, and not read again. A GPU or a model that they do not have is an
-error that says so, never a neighbour's numbers. A800 and H800 are A100 and H100 with a slower link: their grids are
-those of the faster sister plus the difference that the model of `cost.roofline` finds between the two all-reduces, and
-the source says so.
+Invariant: tables are sampled once into a grid, and not read again. A GPU or model that the tables lack is an error; no
+similar entry replaces it. A800 and H800 are A100 and H100 with a slower link: their grids add the difference of the two
+all-reduces, as modelled by the roofline, and the source says so.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from libra.hardware.stored_weights import BF16
 
 
 class NoTablesError(ValueError):
-    """The tables are not installed, or lack the requested times; a roofline lacks none.
+    """The tables are not installed, or lack the requested times, which a roofline has.
 
-    The text is only the reason: it is an error only if the tables were requested by name (`asked`).
+    The text is only the reason; `asked` adds the remedy if the user requested tables by name.
     """
 
     @property
     def asked(self) -> str:
-        """The reason and the remedy, for somebody who asked for the tables."""
+        """The reason and the remedy, for a user who requested tables."""
         return f"{self}: give --profile roofline"
 
 
@@ -55,9 +54,9 @@ def tables(
 ) -> EngineProfile:
     """The profile of a model at the given degrees, from tables.
 
-    `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the GPU's own link. Where it
-    differs from that of the measured GPU, all-reduces are corrected as for A800. Raises `NoTablesError` if
-    the package or its data is missing, ValueError if a degree does not divide the model.
+    `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the GPU's own link. If it
+    differs from the measured GPU's link, all-reduces are corrected as for A800. Raises `NoTablesError` if the package
+    or its data is missing, ValueError if a degree does not divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
     system = table_system(gpu)
@@ -84,8 +83,9 @@ def stage_tables(
     ffn_gpu: GPU | None = None,
     quantization: Quantization = AS_STORED,
 ) -> StageGrid:
-    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. In the
-    tables, tokens choose experts by a power law. Raises as `tables` does."""
+    """Stage times with attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. In the
+    tables, tokens choose experts by a power law. Raises like `tables`.
+    """
     require_degree(model, tp)
     measured = GPUS[table_system(gpu).sister or gpu.name]
     with _engine(gpu, model, tp, quantization) as engine:
@@ -140,7 +140,7 @@ def _prompt(engine: Any, chunk: int, prefix: int) -> float:
 
 
 def _seconds(operators: Iterable[tuple[str, float, float, str]], names: Iterable[str] | None = None) -> Iterator[float]:
-    """Seconds of the operators of these names, or of all; the tables' names begin with the phase."""
+    """Seconds of the named operators, or of all operators; names in the tables begin with the phase."""
     for name, milliseconds, *_ in operators:
         if names is None or name.partition("_")[2] in names:
             yield milliseconds / 1e3
@@ -166,7 +166,7 @@ def _source(gpu: GPU, link: float) -> str:
 
 @contextmanager
 def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **parallel: int) -> Iterator[Any]:
-    """The tables of one engine. Raises `NoTablesError` if there are none, also when the engine is queried."""
+    """The tables of one engine. Raises `NoTablesError` if there are none; a later query may raise it, too."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
         from aiconfigurator_core.sdk.errors import MissingSystemFlopsError, PerfDataNotAvailableError
@@ -203,7 +203,7 @@ _BLOCK = 128
 
 
 def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[str, str]:
-    """The quantisation modes of the tables. Raises `NoTablesError` if no GPU has tables of them."""
+    """The quantisation modes of the tables. Raises `NoTablesError` for settings without tables."""
     stored, modes = quantization.weights(model), {}
     weights, kv = stored.name, quantization.kv_number(model)
     if not stored.whole:
@@ -223,7 +223,7 @@ def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[
 
 
 def _sampled(engine: Any) -> tuple[Array, Array]:
-    """Seconds of decode [batch, context] and of prefill [chunk, prefix]; the tables count the prefix as input."""
+    """Seconds of decode [batch, context] and of prefill [chunk, prefix]. The tables count the prefix as input."""
     decode = [[engine.predict_decode_latency(batch, context, 2) for context in CONTEXTS] for batch in BATCHES]
     prefill = [[engine.predict_prefill_latency(1, prefix + chunk, prefix) for prefix in PREFIXES] for chunk in CHUNKS]
     seconds = np.array(decode) / 1e3
@@ -236,7 +236,7 @@ def _sampled(engine: Any) -> tuple[Array, Array]:
 
 
 def _difference(gpu: GPU, link: float, measured: GPU, model: ModelSpec, tp: int, tokens: tuple[int, ...]) -> Array:
-    """[tokens, 1] seconds by which one all-reduce a layer is slower on `link` than where the tables were measured."""
+    """[tokens, 1] additional seconds of one all-reduce per layer on `link`, compared with the measured GPU's link."""
     size = np.array(tokens, dtype=float)[:, None] * model.hidden * ACTIVATION_BYTES
     here = all_reduce_seconds(rates(gpu), link, tp, size)
     there = all_reduce_seconds(rates(measured), measured.link, tp, size)
@@ -251,11 +251,11 @@ def _rows(seconds: Array) -> tuple[tuple[float, ...], ...]:
 def _configuration(model: ModelSpec) -> dict[str, object]:
     """The config.json that describes the model to the tables. Raises `NoTablesError` if it cannot."""
     if model.latent:
-        raise NoTablesError(f"{model.name} has latent attention, which the tables have for single models only")
+        raise NoTablesError(f"{model.name} has latent attention, which the tables cover for few models only")
     attention, experts = model.plain_attention, model.experts
     gated = all(kind.dense is None or kind.dense.gated for kind in model.kinds) and (experts is None or experts.gated)
     if attention is None or not gated or (experts is not None and experts.latent):
-        raise NoTablesError(f"{model.name} has layers that the tables are not sampled for")
+        raise NoTablesError(f"the tables have no times for the layers of {model.name}")
     common: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": model.layers,
@@ -272,7 +272,7 @@ def _configuration(model: ModelSpec) -> dict[str, object]:
     if experts is None:
         return common
     if model.sparse_layers != model.layers or experts.shared_intermediate:
-        raise NoTablesError(f"{model.name} has dense layers or shared experts besides its experts")
+        raise NoTablesError(f"{model.name} has dense layers or shared experts in addition to routed experts")
     return common | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": experts.count,
@@ -283,7 +283,7 @@ def _configuration(model: ModelSpec) -> dict[str, object]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence the package's warnings of fallback rows, which concern kernels that are not asked for."""
+    """Silence the package's warnings about fallback rows, which concern kernels outside the request."""
     logger = logging.getLogger("aiconfigurator_core")
     before = logger.level
     logger.setLevel(logging.ERROR)

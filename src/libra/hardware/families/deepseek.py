@@ -1,4 +1,4 @@
-"""DeepSeek and its descendants: latent attention, indexers, compressed keys; Kimi and GLM-5 read the same fields."""
+"""DeepSeek and similar families: latent attention, indexers, compressed keys. Kimi and GLM-5 use the same fields."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def deepseek(fields: Fields) -> Stack:
 
 
 def longcat(fields: Fields) -> Stack:
-    """LongCat-Flash: a layer is two of latent attention and an MLP, and experts beside them. Some of a token's experts
-    compute nothing; those that do are counted as on average."""
+    """LongCat-Flash: a layer has two pairs of latent attention and MLP, and experts in parallel. Some of a token's
+    experts compute nothing; the average number of the others is counted.
+    """
     fields.value("head_dim")  # a copy of another
     attending = LayerKind(latent(fields), MLP(fields.count("ffn_hidden_size")))
     count, idle = fields.count("n_routed_experts"), fields.count("zero_expert_num", minimum=0, otherwise=0)
@@ -43,8 +44,9 @@ def dense_latent(fields: Fields) -> Stack:
 
 
 def indexed(fields: Fields) -> Stack:
-    """DeepSeek-V3.2 and GLM-5: an indexer chooses the keys; some layers use that of an earlier one
-    (`indexer_types`)."""
+    """DeepSeek-V3.2 and GLM-5: an indexer chooses the keys; some layers use an earlier layer's indexer
+    (`indexer_types`).
+    """
     layers, topk = layer_count(fields), fields.count("index_topk")
     for field in ("head_dim", "qk_head_dim", "num_experts", "layer_types"):
         fields.value(field)
@@ -55,7 +57,7 @@ def indexed(fields: Fields) -> Stack:
 
 
 def _indexers(fields: Fields, layers: int) -> list[bool]:
-    """Whether each layer has an indexer of its own."""
+    """Whether each layer has its own indexer."""
     types = fields.pattern("indexer_types", layers)
     if types is not None:
         return [kind == "full" for kind in types]
@@ -107,8 +109,9 @@ def _ratios(fields: Fields, layers: int) -> list[int] | None:
 
 
 def _compressed(fields: Fields, ratio: int) -> CompressedAttention:
-    """The attention of layers with this ratio: with a small one (4 in the paper), an indexer chooses among the
-    vectors."""
+    """The attention of layers with this ratio. With a small ratio (4 in the paper), an indexer chooses among the
+    vectors.
+    """
     if ratio not in (0, 4, 128):
         raise fields.error("compress_ratios", f"{ratio} is not supported; known are 0, 4 and 128")
     chooses = ratio == 4

@@ -16,7 +16,7 @@ from libra.hardware.mlp import MLP
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Options of a family; a call reads its layers."""
+    """Options of a family; calling the value reads the layers of a configuration."""
 
     qkv_bias: bool | str = False  # or the field that says so
     out_bias: str | None = None  # the field that says whether the output projection has a bias
@@ -85,9 +85,9 @@ def nemotron_nas(fields: Fields) -> Stack:
         if mixer is None or mlp is None:
             raise one.error("attention", "expected objects attention and ffn; add them")
         for part in (mixer, mlp):
-            part.refuse("replace_with_linear", "only attention and MLPs are")
-            part.refuse("sparsify", "only whole matrices are")
-        mixer.refuse("num_sink_tokens", "only attention to all keys is")
+            part.refuse("replace_with_linear", "only attention and MLPs are supported")
+            part.refuse("sparsify", "only whole matrices are supported")
+        mixer.refuse("num_sink_tokens", "only attention to all keys is supported")
         window = mixer.count("window_length", minimum=0, otherwise=0)
         own = None
         if not mixer.flag("no_op"):

@@ -1,6 +1,6 @@
-"""Fields of a configuration, and a record of the fields that were read.
+"""Fields of a configuration, with a record of the fields that were read.
 
-Invariant: an error begins with the field's path, and a field that may change a shape is either read or named as unread.
+Invariant: an error begins with the field's path. A field that may change a shape is either read or reported as unread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HARMLESS = re.compile(
 
 
 class Fields:
-    """The fields of one object of a configuration. `defaults` are those of the family's class."""
+    """The fields of one object of a configuration. `defaults` are the defaults of the family's class."""
 
     def __init__(self, data: Mapping[str, Any], path: str = "", defaults: Mapping[str, Any] | None = None) -> None:
         self.data, self.path, self._defaults = data, path, dict(defaults or {})
@@ -36,7 +36,7 @@ class Fields:
         self._defaults = {**self._defaults, **defaults}
 
     def value(self, field: str) -> Any:
-        """The value as it is; None where it is absent."""
+        """The unchecked value; None if the field is absent."""
         self._read.add(field)
         given = self.data.get(field)
         if given is None and field in self._defaults:
@@ -44,7 +44,7 @@ class Fields:
         return given
 
     def assume(self, field: str, value: Any) -> None:
-        """Say in a note that an absent field has this value."""
+        """Report in a note that an absent field is assumed to have this value."""
         self._assumed[field] = value
 
     def given(self, field: str) -> bool:
@@ -55,12 +55,12 @@ class Fields:
         return ValueError(f"{self.path}{field}: {text}")
 
     def first(self, *names: str) -> str:
-        """The first of these names that is present, or the first of all."""
+        """The first of these names that is present; if none is, the first name."""
         found = [name for name in names if self.given(name)]
         return found[0] if found else names[0]
 
     def count(self, field: str, minimum: int = 1, otherwise: int | None = None) -> int:
-        """A whole number. `otherwise` is its value if the field is absent; None: it is required."""
+        """A whole number. `otherwise` is the value of an absent field; None: the field is required."""
         value = self.value(field)
         if value is None:
             if otherwise is None:
@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def flag(self, field: str, otherwise: bool = False) -> bool:
-        """A truth value; `otherwise` if it is absent."""
+        """A truth value; `otherwise` if the field is absent."""
         value = self.value(field)
         if value not in (None, True, False) or type(value) is int:
             raise self.error(field, f"expected true or false (got {shown(value)})")
@@ -92,7 +92,7 @@ class Fields:
         return value
 
     def numbers(self, field: str) -> list[int] | None:
-        """A list of whole numbers; None if it is absent."""
+        """A list of whole numbers; None if the field is absent."""
         value = self.value(field)
         if value is None:
             return None
@@ -101,7 +101,7 @@ class Fields:
         return value
 
     def pattern(self, field: str, length: int) -> list[Any] | None:
-        """A list with an entry for each of `length` layers, possibly of more; None if it is absent."""
+        """A list with an entry for each of `length` layers, or more entries; None if the field is absent."""
         value = self.value(field)
         if value is None:
             return None
@@ -110,7 +110,7 @@ class Fields:
         return list(value)[:length]
 
     def part(self, field: str, whole: bool = True) -> Fields | None:
-        """The object in a field; None if it is absent. Unread fields matter only in a `whole` one."""
+        """The object in a field; None if the field is absent. Only a `whole` object reports its unread fields."""
         value = self.value(field)
         if value is None:
             return None
@@ -127,7 +127,7 @@ class Fields:
             raise self.error(field, f"{shown(self.value(field))} is not supported: {why}")
 
     def unread(self) -> Iterator[str]:
-        """Paths of fields that may change a shape and that were not read."""
+        """Paths of unread fields that may change a shape."""
         for name, value in self.data.items():
             if name not in self._read and value and _SHAPE.search(name) and not _HARMLESS.search(name):
                 yield f"{self.path}{name}"
@@ -135,7 +135,7 @@ class Fields:
             yield from part.unread()
 
     def assumed(self) -> Iterator[tuple[str, Any]]:
-        """Paths and values of shape fields that the checkpoint leaves out and the family's class fills in."""
+        """Paths and values of shape fields that are absent in the checkpoint and come from the family's class."""
         for name, value in self._assumed.items():
             if _SHAPE.search(name):
                 yield f"{self.path}{name}", value

@@ -1,6 +1,4 @@
-"""Gemma 4: windows, wider heads in layers that see all keys, experts in addition to an MLP, and inputs of each
-layer.
-"""
+"""Gemma 4: windows, wider heads in layers with full attention, experts in addition to an MLP, and per-layer inputs."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ def gemma4(fields: Fields) -> Stack:
 
 
 def _experts(fields: Fields) -> Experts:
-    """Routed experts in addition to the MLP, which every token takes; the router has a scale for each of its inputs and
-    outputs."""
+    """Routed experts in addition to the MLP, which every token passes. The router has a scale for each input and
+    output.
+    """
     count = fields.count("num_experts")
     return Experts(
         count,

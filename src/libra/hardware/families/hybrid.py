@@ -1,4 +1,4 @@
-"""Families in which some layers keep a state for each sequence instead of keys and values."""
+"""Families with layers that keep a state per sequence instead of keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from libra.hardware.states import GatedDeltaNet, KimiDelta, Lightning, ShortConv
 
 
 def state_bytes(fields: Fields, otherwise: int, *names: str) -> int:
-    """Bytes of a number of a state, by the first of these fields that is present."""
+    """Bytes per number of a state, from the first of these fields that is present."""
     widths = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": otherwise}
     return widths[fields.word(fields.first(*names), tuple(widths), "auto")]
 
@@ -101,7 +101,7 @@ def kimi_linear(fields: Fields) -> Stack:
 
 
 def _kimi_states(fields: Fields, layers: int) -> tuple[KimiDelta, set[int]]:
-    """The state, and the layers that have one, from 1: in the published form, or in Transformers'."""
+    """The state, and the layers that have a state, numbered from 1; in the published form or in Transformers' form."""
     linear = fields.part("linear_attn_config")
     if linear is None and fields.given("linear_num_heads"):
         kinds = _kinds(fields, layers, 4)

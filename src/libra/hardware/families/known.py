@@ -1,6 +1,6 @@
-"""The known families: a reader of layers for each `model_type`, and the class's values for missing fields. A family
-whose fields mean the same as those of another shares its reader. A new family needs a line here, and a reader only if
-its layers differ.
+"""The known families: a reader of layers for each `model_type`, and the class's values for missing fields. Families
+whose fields have the same meaning share a reader. A new family needs a line here, and a new reader only if its layers
+differ.
 """
 
 from __future__ import annotations

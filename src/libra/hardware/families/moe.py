@@ -110,7 +110,9 @@ def deepseek_layers(fields: Fields, mixers: list[Mixer], **options: Any) -> Stac
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Options of a family with plain attention and the usual fields of experts; a call reads its layers."""
+    """Options of a family with plain attention and the usual fields of experts; calling the value reads the layers of a
+    configuration.
+    """
 
     qkv_bias: bool | str = False  # or the field that says so
     out_bias: str | None = None

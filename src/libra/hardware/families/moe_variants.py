@@ -76,7 +76,9 @@ def minimax_m2(fields: Fields) -> Stack:
     layers = layer_count(fields)
     types = fields.pattern("attn_type_list", layers)
     if types is not None and set(types) != {1}:
-        raise fields.error("attn_type_list", "lightning attention is not supported; only layers of type 1 are")
+        raise fields.error(
+            "attn_type_list", "lightning attention is not supported; only layers of type 1 are supported"
+        )
     norm: Norm = "none"
     if fields.flag("use_qk_norm", otherwise=True):
         norm = "layer" if fields.word("qk_norm_type", ("per_layer", "per_head"), "per_layer") == "per_layer" else "head"
@@ -92,7 +94,7 @@ def minimax_m2(fields: Fields) -> Stack:
 def minimax_m3(fields: Fields) -> Stack:
     """Attention to blocks of keys that an indexer chooses, after the first dense layers."""
     layers = layer_count(fields)
-    fields.refuse("attention_output_gate", "only attention without a gate is")
+    fields.refuse("attention_output_gate", "only attention without a gate is supported")
     indexer, marks = _m3_indexer(fields, layers)
     norm: Norm = "none"
     if fields.flag("use_qk_norm", otherwise=True):

@@ -1,4 +1,4 @@
-"""Readers of the parts that many families have: head sizes, windows, attention, MLPs and experts."""
+"""Readers of parts that many families share: head sizes, windows, attention, MLPs and experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def head_dim(fields: Fields, heads: int, required: bool = False) -> int:
     hidden = fields.count("hidden_size")
     if hidden % heads:
         raise fields.error(
-            "head_dim", f"this field is required, for {heads} heads do not divide hidden_size {hidden}; add it"
+            "head_dim", f"this field is required, since {heads} heads do not divide hidden_size {hidden}; add it"
         )
     return hidden // heads
 
@@ -87,8 +87,9 @@ _WINDOW = ("sliding_attention", "sliding_window", "local", "sliding")
 
 
 def reaches(fields: Fields, layers: int, every: int = 0, window: str = "sliding_window") -> list[Reach]:
-    """Keys that each layer sees, by `layer_types`. Without these, all keys in each `every`-th layer and a window in the
-    others; 0: a window in all of them. Without a window all keys."""
+    """The keys that each layer sees, by `layer_types`. Without this field, each `every`-th layer sees all keys, and the
+    other layers have a window (0: all layers have one). Without a window, all layers see all keys.
+    """
     width = fields.count(window, minimum=0, otherwise=0)
     windowed = Reach(width) if width else ALL
     types = fields.pattern("layer_types", layers)
@@ -137,7 +138,7 @@ def with_experts(
 
 
 def deepseek_experts(fields: Fields, **options: Any) -> Experts:
-    """Experts by the fields of DeepSeek, which many families have taken over."""
+    """Experts by DeepSeek's fields, which many families use."""
     width = fields.count("moe_intermediate_size")
     shared = fields.count("n_shared_experts", minimum=0, otherwise=0)
     return Experts(

@@ -1,7 +1,7 @@
-"""Unknown families, read by their fields.
+"""Reader of unknown families by their fields.
 
-Invariant: a configuration of an unknown family is read only if each field that may change its shape is known from other
-families; otherwise `model_file` refuses it. Norms and biases without a field are left out: they are less than a
+Invariant: a configuration of an unknown family is read only if other families have all fields that may change its
+shape; otherwise `model_file` refuses it. Norms and biases without a field are not counted: they are less than a
 thousandth of the parameters.
 """
 

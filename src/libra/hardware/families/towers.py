@@ -1,7 +1,7 @@
 """Parameters of vision towers, with their projectors to the language model.
 
-Invariant: a tower is counted as in Transformers, or not at all, and a note says so. Towers are in memory and are never
-trained here.
+Invariant: a tower is counted as in Transformers, or a note says that it is not counted. Towers take memory and are
+never trained.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _internvl(top: Fields, vision: Fields, hidden: int) -> int:
 
 
 def _side(vision: Fields, field: str) -> int:
-    """A size that may be a pair of equal ones."""
+    """A size, given as a number or as a pair of equal numbers."""
     value = vision.value(field)
     if isinstance(value, list) and value and all(it == value[0] for it in value) and type(value[0]) is int:
         return max(1, int(value[0]))

@@ -18,8 +18,8 @@ from libra.route.policy import Policy
 from libra.trajectory import ToolStatus, Trajectory, dump_trajectory, read_trajectories
 
 _LOG = logging.getLogger(__name__)
-_UNBOUNDED = 2**40  # tokens: the servers judge a context themselves
-_EMPTY = "No available servers in load balancer"  # the words for which verl's client waits and asks again
+_UNBOUNDED = 2**40  # tokens; the servers check a context themselves
+_EMPTY = "No available servers in load balancer"  # text of the error at which verl's client waits and retries
 
 _Count = Annotated[int, Field(gt=0)]
 
@@ -27,21 +27,25 @@ _Count = Annotated[int, Field(gt=0)]
 class RouterFile(Section):
     """The file named by `actor_rollout_ref.rollout.router_config_path`."""
 
-    router_class: str = ""  # by which verl finds the class
+    router_class: str = ""  # key by which verl finds the class
     route: str = CMLFQ.NAME  # a policy of the catalogue, or path.py:Class
     sticky: bool = True
     max_model_len: _Count = _UNBOUNDED  # tokens that each server holds
-    turn_tokens: _Count = 1024  # room that one turn needs beyond its context
-    idle_seconds: Annotated[float, Field(gt=0)] = IDLE_SECONDS  # after which a trajectory without turns is forgotten
-    log: Path | None = None  # of finished trajectories; the policy learns from those that it has at the start
+    turn_tokens: _Count = 1024  # tokens that one turn needs beyond its context
+    # Seconds after which a trajectory without turns is forgotten.
+    idle_seconds: Annotated[float, Field(gt=0)] = IDLE_SECONDS
+    log: Path | None = None  # log of finished trajectories; the policy learns from it at start
 
 
 class Router:
-    """verl's protocol `RequestLoadBalancer`, and four calls of an agent loop that reports more: `began`, `answered`,
-    `returned` and `finished`, or `forget`. A trajectory is a `request_id` of verl."""
+    """Implements verl's protocol `RequestLoadBalancer`, and calls for an agent loop that reports more: `began`,
+    `answered`, `returned`, and `finished` or `forget`. A trajectory is a `request_id` of verl.
+    """
 
     def __init__(self, servers: dict[str, Any], yaml_config: dict[str, Any]) -> None:
-        """Servers by address, and the router's file. Raises ValueError that names the wrong key."""
+        """Create the router from servers by address and the router's file. Raises ValueError that names the wrong
+        key.
+        """
         file = valid(RouterFile, yaml_config)
         policy = load_policy(file.route, sticky=file.sticky)
         self._log = None if file.log is None else _learned(policy, file.log)
@@ -61,7 +65,9 @@ class Router:
         return ["request_id"]
 
     def acquire_server(self, request_id: str, prompt_ids: list[int]) -> tuple[str, Any]:
-        """Raises RuntimeError, with the text that verl's client expects, if no server is in service."""
+        """The server of a turn. Raises RuntimeError, with the text that verl's client expects, if no server is in
+        service.
+        """
         if not self._handles:
             raise RuntimeError(_EMPTY)
         server = self._router.acquire(request_id, len(prompt_ids))
@@ -98,38 +104,38 @@ class Router:
         return sum(self._router.in_flight.values())
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        """Let every trajectory go to any server: verl calls this when replicas join and when weights change."""
+        """Let every trajectory go to any server. verl calls this when replicas join and when weights change."""
         self._router.prefixes_lost()
         return {"cleared_entries": len(self._router), "server_loads": self._router.in_flight}
 
     def began(self, request_id: str, prompt: str, task: str) -> None:
-        """Name the prompt that a trajectory shares with the samples of its group, and its kind."""
+        """Set the prompt that a trajectory shares with its group, and the kind of prompt."""
         self._router.began(request_id, prompt, task)
 
     def answered(self, request_id: str, prompt_tokens: int, generated: int) -> None:
-        """A whole turn has arrived, from one server or several."""
+        """Note a complete turn, from one server or several."""
         self._router.answered(request_id, prompt_tokens, generated)
 
     def returned(self, request_id: str, tool: str, status: ToolStatus) -> None:
-        """A tool has returned; the next prompt contains its output."""
+        """Note a tool return; the next prompt contains its output."""
         self._router.returned(request_id, tool, status)
 
     def finished(self, request_id: str, reward: float | None, policy_version: int) -> None:
-        """A trajectory has ended. It is kept in the log, and the policy learns from it."""
+        """End a trajectory: append it to the log, and let the policy learn from it."""
         trajectory = self._router.finished(request_id, reward, policy_version)
         if trajectory is not None and self._log is not None:
             try:
                 self._log.append(sealed(dump_trajectory(trajectory).encode()))
             except DiskError as error:
-                _LOG.warning("trajectory %s is not kept: %s", request_id, error)
+                _LOG.warning("trajectory %s is not logged: %s", request_id, error)
 
     def forget(self, request_id: str) -> None:
-        """A trajectory was given up."""
+        """Drop an abandoned trajectory."""
         self._router.forget(request_id)
 
 
 def _learned(policy: Policy, log: Path) -> LineFile:
-    """The log, open for appending; the policy has learned from it."""
+    """Let the policy learn from the log, and open the log for appending."""
     file = LineFile(log)
     for trajectory in _kept(log):
         policy.finished(trajectory)

@@ -1,7 +1,7 @@
-"""verl's schedule policy `libra`: when the trainer's GPUs, which are also rollout replicas, generate, and for how long.
+"""verl's schedule policy `libra`: decides when, and for how long, the trainer's GPUs also generate as hybrid replicas.
 
-Invariant: verl moves all hybrid replicas or none, and so does this policy. It decides by measured rates; in the first
-step, without any, it acts like verl's own policy.
+Invariant: like verl, this policy moves all hybrid replicas or none. It decides by measured rates; in the first step,
+without rates, it acts like verl's own policy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
         self._shared = 0.0  # seconds of this step in which hybrid replicas generated
 
     def deactivate_wait_samples(self, ctx: DynamicScheduleContext) -> int:
-        """Wait for the samples here, since the duration is not reported elsewhere."""
+        """Wait for the samples, and measure the duration, which verl does not report."""
         expected = None if self._rates is None else self._rates.expected
         ready = super().deactivate_wait_samples(ctx) if expected is None else expected.ready
         self._await_samples(ready)
@@ -57,7 +57,7 @@ class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
         return expected.pays
 
     def update_after_step(self, global_steps: int, ctx: DynamicScheduleContext) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._last, self._shared = (self._clock(), ctx.total_generated_samples), 0.0
 
     def _observe(self, ctx: DynamicScheduleContext) -> None:
@@ -72,7 +72,7 @@ class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
         self._rates.observe(seconds, generated, self._shared, waited, switch if self._shared else 0.0)
 
     def _ratio(self) -> float:
-        """Hybrid replicas for each replica that only generates; infinite if none does."""
+        """Ratio of hybrid replicas to replicas that only generate; infinite without the latter."""
         rollouter: Any = self._rollouter
         hybrid, alone = ray.get(
             [rollouter.get_all_hybrid_replicas.remote(), rollouter.get_standalone_replicas.remote()]

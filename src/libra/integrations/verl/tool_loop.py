@@ -1,6 +1,6 @@
 """verl's tool agent loop, which reports prompts, answers, tools and ends to Libra's router.
 
-Invariant: a trajectory that begins is finished or forgotten, whatever its loop raises.
+Invariant: every trajectory that begins is finished or forgotten, also if its loop raises an exception.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A team's own split of its GPUs, compared with a plan: its step, and the side that waits in it.
+"""Comparison of a team's own split of its GPUs with a plan: its step, and the side that waits.
 
-Invariant: the split's engines and layouts are the best for its two numbers, priced like the plan. So a difference is
-due to the split, not to its use.
+Invariant: engines and layouts are the best for the split's two numbers, and priced like the plan. So only the split
+causes a difference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Against:
 
     split: SplitStep
     plan: SplitStep
-    idle: int  # GPUs that the split has for generation, and no engines fill
+    idle: int  # GPUs of the split for generation that no engine fills
 
     @property
     def longer(self) -> float:
@@ -65,12 +65,14 @@ def parse_split(text: str) -> OwnSplit:
 
 
 def against(plan: Plan, own: OwnSplit) -> Against:
-    """The plan's request on `own.train` + `own.generate` GPUs, divided accordingly. Raises `ConfigError` if that is no
-    number of whole nodes or no layout trains on `own.train` GPUs, ValueError for the plan of a run on one machine,
-    `InfeasiblePlanError` if the remaining engines do not hold the longest context."""
+    """The best plan for the request on `own.train` + `own.generate` GPUs with this split, compared with the plan.
+
+    Raises `ConfigError` if the GPUs are not whole nodes or no layout trains on `own.train` GPUs; ValueError for the
+    plan of a run on one machine; `InfeasiblePlanError` if no engine can hold the longest context.
+    """
     request = plan.of_cluster
     if request.recipe.mode == "colocated":
-        raise ConfigError("--against: in a colocated plan all GPUs do both; give a plan of another mode")
+        raise ConfigError("--against: in a colocated plan, all GPUs train and generate: give a plan of another mode")
     cluster = _cluster_of(request.cluster, own)
     profiles = {nodes.name: it for nodes, it in zip(request.cluster.nodes, request.profiles, strict=True)}
     known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
@@ -84,7 +86,7 @@ def against(plan: Plan, own: OwnSplit) -> Against:
     held = replace(problem, training=options)
     try:
         found = solve(replace(held, use_all_devices=True))
-    except InfeasiblePlanError:  # no engines fill the GPUs: some stay idle
+    except InfeasiblePlanError:  # the engines do not fill the GPUs, so some stay idle
         found = solve(held)
     split = _step(problem, found.allocation, found.predicted)
     return Against(

@@ -1,8 +1,8 @@
 """Problems with one thing changed: a constraint relaxed, a decision forbidden, another split of the devices.
 
-Invariant: an alternative differs from the problem only in the change that it names. A relaxed problem allows every plan
-of the given one, a restricted problem only plans of the given one. Training and generation of each split are the
-fastest possible, each by itself.
+Invariant: an alternative differs from the problem only in the named change. A relaxed problem allows all plans of the
+given problem; a restricted problem allows only plans of the given problem. Each split has the fastest training and the
+fastest generation.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class Alternative:
 def relaxations(
     problem: Problem, larger: Mapping[str, Problem], staler: Problem | None = None
 ) -> Iterator[Alternative]:
-    """Every constraint that can be relaxed, by one unit or, without a unit, completely. `larger[pool]` is the problem
-    priced again with one more node in the pool. For other pools the node is added to the same menu, so larger training
-    layouts are missing. `staler` is the problem priced again with one more version of staleness; without it the menu
-    stays, though more trajectories are then in flight."""
+    """Every constraint that can be relaxed, by one unit or, without a unit, completely.
+
+    `larger[pool]` is the problem priced again with one more node in the pool. For other pools, the node is added to the
+    same menu, so larger training layouts are missing. `staler` is the problem priced again with one more version of
+    staleness. Without it the menu is unchanged, although more trajectories are then in flight.
+    """
     for pool in problem.pools:
         pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
         each = f"one more node of {pool.name} ({pool.devices_per_node:,} devices)"
@@ -84,7 +86,7 @@ def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Alternati
 
 
 def without_strays(problem: Problem) -> Problem:
-    """The problem with a router that brings all work to its own bucket."""
+    """The problem with a perfect router, which routes all work to its own bucket."""
     everything = ((1.0,) * len(problem.peaks),)
     return replace(problem, recall_known=everything, recall_possible=everything)
 
@@ -96,18 +98,15 @@ def _without_longest(problem: Problem) -> Problem:
 
 
 def _holding(problem: Problem, at_least: int) -> Problem:
-    """The problem in which every engine of the run's own that holds `at_least` tokens also holds the longest
-    context."""
+    """The problem in which every own engine that holds `at_least` tokens also holds the longest context."""
     longest, lent = problem.longest_context, problem.lent
     engines = (replace(o, holds=longest) if o.shape not in lent and o.holds >= at_least else o for o in problem.engines)
     return replace(problem, engines=tuple(engines))
 
 
 def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST_SPLITS) -> tuple[Split, ...]:
-    """Splits by pool and devices that train. If there are more than `most`, evenly spread ones including both ends and
-    the plan's `own`.
-
-    Splits that leave no engine for the longest context are left out.
+    """Splits by pool and training devices, without splits that leave no engine for the longest context. If there are
+    more than `most`, evenly spread splits, with both ends and the plan's `own`.
     """
     found = []
     for option in _spread(_fastest(problem), most, own):

@@ -1,4 +1,4 @@
-"""Explains a plan by solving its problem again with one thing changed at a time."""
+"""Explains a plan by solving its problem again, with one change at a time."""
 
 from __future__ import annotations
 
@@ -77,13 +77,12 @@ def explain(
     smallest: SmallerCluster | None = None,
     lenders: Iterable[LenderView] = (),
 ) -> Explanation:
-    """Explain a solution of the problem by solving it again, with one thing changed at a time.
+    """Explain a solution of the problem by solving it again, with one change at a time.
 
-    `larger[pool]` is the problem priced again with one more node in that pool; without it the node is added to the same
+    `larger[pool]` is the problem priced again with one more node in the pool; without it the node is added to the same
     menu, so larger training layouts are missing. `staler` is the problem priced again with one more version of
-    staleness; without it prices stay as they are. A caller that can price other clusters gives `fewer_nodes` and
-    `smallest`; one with the menu gives `lenders`. Raises ValueError if the solution's allocation does not fit the
-    problem.
+    staleness; without it prices are unchanged. `fewer_nodes` and `smallest` need prices of other clusters; `lenders`
+    needs the menu. Raises ValueError if the solution's allocation does not fit the problem.
     """
     allocation, step = solution.allocation, price(problem, solution.allocation).step
 
@@ -137,7 +136,7 @@ def explain(
 
 
 def by_kind(rejected: Iterable[Rejected]) -> tuple[RejectedKind, ...]:
-    """Group rejected options by the first clause of the reason, without its numbers; the commonest kind first."""
+    """Group rejected options by the first clause of the reason without its numbers; most frequent group first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for each in rejected:
         kind = _DIFFERS.sub("…", each.reason.partition(";")[0])

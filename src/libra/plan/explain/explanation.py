@@ -1,8 +1,8 @@
 """The values of an explanation.
 
-Invariant: every number is the price of a feasible allocation, or a solver's answer to the problem with one change;
-nothing is estimated. The values hold no solver object, and `dataclasses.asdict` turns them into JSON values. Times are
-seconds, losses and gains are fractions of the plan's step.
+Invariant: every number is the price of a feasible allocation, or a solver's answer to the problem with one change; no
+number is an estimate. The values contain no solver objects, and `dataclasses.asdict` turns them into JSON values. Times
+are seconds, losses and gains are fractions of the plan's step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class BucketView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The use of the devices of one pool. Colocated devices generate and train one after the other; `idle` counts those
-    that are idle in one of the two phases."""
+    """The use of the devices of one pool. Colocated devices generate and train in turn; `idle` counts devices that are
+    idle in one of the phases.
+    """
 
     name: str
     devices: int
@@ -57,7 +58,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """The properties by which plans are compared: training, engines of each shape, and the step."""
+    """The properties of a plan for comparisons: training, engines of each shape, and the step."""
 
     layout: str
     replicas: int
@@ -71,7 +72,7 @@ class PlanView:
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """The best plan with one decision changed; None if only this decision permits a plan."""
+    """The best plan with one decision forbidden; None if no other decision allows a plan."""
 
     decision: str
     plan: PlanView | None
@@ -79,8 +80,9 @@ class Otherwise:
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """The problem solved again with a constraint relaxed by one unit. The constraint binds if the step is below the
-    proven bound of the original problem; a smaller gain is within the solver's tolerance."""
+    """The solution with a constraint relaxed by one unit. The constraint binds if the step is below the proven bound of
+    the original problem; a smaller gain is within the solver's tolerance.
+    """
 
     change: str
     family: Family | None  # of constraints, see `libra.plan.problem`
@@ -103,7 +105,7 @@ class SmallerCluster:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Seconds of a step with the given router, and with a perfect one, which brings all work to its own bucket."""
+    """Seconds of a step with the given router, and with a perfect router, which routes all work to its own bucket."""
 
     step: float
     same_plan: float  # of the explained plan, with a perfect router
@@ -112,7 +114,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class RejectedKind:
-    """Options that were rejected for the same kind of reason; an ellipsis in `kind` stands for the differing parts."""
+    """Options rejected for the same kind of reason; an ellipsis in `kind` replaces the parts that differ."""
 
     kind: str
     options: tuple[tuple[str, str], ...]  # name, reason
@@ -120,10 +122,10 @@ class RejectedKind:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One training option, and the best generation on the devices that it leaves.
+    """One training option, and the best generation on the remaining devices.
 
-    `generation` is the step by engines and the longest trajectory alone, if training only delays publication.
-    Synchronous training waits for it, so `step` is then a sum; else `step` is the larger of the two.
+    `generation` is the step that engines and the longest trajectory alone would need. Synchronous training waits for
+    generation, so `step` is then the sum; otherwise `step` is the larger of the two.
     """
 
     layout: str
@@ -136,7 +138,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class LenderView:
-    """A pool that serves, and the value of its loan. Seconds are per step."""
+    """A serving pool, and the value of its loan. Seconds are per step."""
 
     pool: str
     engines: int  # that the plan borrows

@@ -1,8 +1,8 @@
-"""Views of an allocation that fits, without solving anything: the parts of its step, the work of each bucket and pool,
-and reasons for idle devices.
+"""Views of an allocation without a solver: the parts of its step, the work of each bucket and pool, and reasons for
+idle devices.
 
-Invariant: a reason to idle holds for every engine of the pool. It names the obstacle to serving any class within the
-plan's step, or says that they could serve some but would not shorten it.
+Invariant: a reason for idle devices holds for every engine of the pool. It names the obstacle to serving any class
+within the plan's step, or says that more engines would not shorten the step.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
 
 
 def _in_turns(devices: int, training: int, generating: int, layout: str, why: str) -> str:
-    """Text for devices that are idle in one phase of a colocated step; `why` is the reason why they do not generate."""
+    """Text about devices that are idle in one phase of a colocated step; `why` is the reason why they do not
+    generate.
+    """
     phases = []
     if generating < devices:
         phases.append(f"{devices - generating:,} through the rollout: {why}")
@@ -108,7 +110,7 @@ def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Seq
         there = (each.reason for each in reversed(rejected) if each.name.startswith(f"{pool}/"))
         return f"no engine there: {next(there, 'none fits')}"
     if _serves(problem, allocation, engines):
-        return "others suffice: the step would not be shorter with them"
+        return "not needed: they would not shorten the step"
     longest = problem.longest_context - problem.pool(pool).serves
     if _serves(problem, allocation, tuple(replace(option, holds=longest) for option in engines)):
         holds = max(option.holds for option in engines)
@@ -124,12 +126,12 @@ def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Seq
     stall, alone = min((option.stall, option.stays.alone(0)) for option in engines)
     return (
         f"too slow there: of a step of {step:,.2f} s, loading new weights takes {stall:,.2f} s and the longest"
-        f" trajectory {alone:,.2f} s by itself; the rest is too little for the shortest class"
+        f" trajectory {alone:,.2f} s by itself; the remaining time is too short for the shortest class"
     )
 
 
 def _serves(problem: Problem, allocation: Allocation, engines: tuple[EngineOption, ...]) -> bool:
-    """Whether `engines`, with all devices of their pools, could serve some class within the allocation's step."""
+    """Whether `engines` on all devices of their pools could serve a class within the allocation's step."""
     changed = replace(problem, engines=engines)
     training, step = own_training(problem, allocation), price(problem, allocation).step
     need = RangeTable(changed, tried=False).engines(training, step)

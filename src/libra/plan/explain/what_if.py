@@ -28,7 +28,7 @@ from libra.plan.plan import Plan, make_plan
 from libra.plan.planner import rooflines
 from libra.plan.problem import InfeasiblePlanError, Problem
 
-SAME_STEP = 1e-3  # relative difference below which steps of a smaller cluster and of the plan count as equal
+SAME_STEP = 1e-3  # relative difference up to which the step of a smaller cluster counts as equal to the plan's
 
 
 def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tuple[Cluster, Recipe]:
@@ -79,7 +79,7 @@ def _count(text: str) -> int:
 
 
 def _value(text: str) -> Any:
-    """A number or null as JSON writes it, otherwise the text as it stands."""
+    """A JSON number or null; any other text is returned unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -87,13 +87,12 @@ def _value(text: str) -> Any:
 
 
 def held_fixed(before: Recipe, after: Recipe) -> str:
-    """A note on settings that stay as in the plan although a plan from the log would change them; empty if there are
-    none."""
+    """A note on settings of the plan that a new plan from the log would change; empty if there are none."""
     if before.batch == after.batch:
         return ""
     return (
-        f"trajectories weigh as in the plan, whose batch is {before.batch:,}: libra plan --what-if batch={after.batch}"
-        " forgets its log by the other batch, and may differ"
+        f"trajectories keep their weights from the plan with batch {before.batch:,}; libra plan --what-if "
+        f"batch={after.batch} weighs its log by the new batch, and may differ"
     )
 
 
@@ -102,15 +101,15 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     Raises ValueError for the plan of a run on one machine, or if the cluster has a class of nodes without a profile."""
     request = plan.request
     if isinstance(request, SlotRequest):
-        raise ValueError("this is the plan of a run on one machine; change the run's configuration and plan again")
+        raise ValueError("the plan is for a run on one machine: change the run's configuration and plan again")
     profiles = dict(zip((nodes.name for nodes in request.cluster.nodes), request.profiles, strict=True))
     gpus = {nodes.name: nodes.gpu for nodes in request.cluster.nodes}
     unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
     if unknown:
-        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan again with it")
+        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}: plan again with these nodes")
     for field in ("tool_seconds_if_unknown", "max_length"):
         if getattr(recipe, field) != getattr(request.recipe, field):
-            raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")
+            raise ValueError(f"{field} is part of the plan's statistics: give it to libra plan --what-if instead")
     # Profiles are of one GPU and quantisation; others have a roofline.
     lenders = tuple(
         (lender, profile)
@@ -149,8 +148,9 @@ def one_node_fewer(request: ClusterRequest, step: float) -> Iterator[SmallerClus
 
 
 def smallest_cluster(request: ClusterRequest, step: float) -> SmallerCluster | None:
-    """The cluster with the same step from which no class can give back a node: one class after the other, the fewest
-    nodes by bisection, as fewer nodes never make a step shorter."""
+    """A smallest cluster with the same step: for one class after another, the fewest nodes are found by bisection,
+    since fewer nodes never shorten a step.
+    """
     kept = {nodes.name: nodes.count for nodes in request.cluster.nodes}
     found = None
     for nodes in request.cluster.nodes:
@@ -187,7 +187,7 @@ def _smaller(request: ClusterRequest, counts: dict[str, int], step: float) -> Sm
 
 
 def one_version_more(request: ClusterRequest) -> Problem | None:
-    """The problem with one more version of staleness; None for colocated devices, which allow none."""
+    """The problem with one more version of staleness; None for colocated devices, where staleness must be 0."""
     recipe = request.recipe
     if recipe.mode == "colocated":
         return None
@@ -196,7 +196,7 @@ def one_version_more(request: ClusterRequest) -> Problem | None:
 
 
 def one_node_more(request: ClusterRequest) -> dict[str, Problem]:
-    """The problem with one more node, by class of nodes; classes that still cannot train or generate are left out."""
+    """The problem with one more node, by class of nodes, without classes that still cannot train or generate."""
     larger: dict[str, Problem] = {}
     for nodes in request.cluster.nodes:
         cluster = override(request.cluster, {nodes.name: nodes.count + 1})

@@ -1,11 +1,13 @@
 """The allocation problem for a step of given length, as a CP-SAT model. Read `StepModel` from top to bottom.
 
-Notation and names of constraints are those of `libra.plan.problem`. Invariant: for a given step the prices are
-integers, `need[c, s, i, j]` engines (`libra.plan.model.ranges`), so all coefficients are devices or engines, nothing is
-rounded, and every answer is exact. `libra.plan.model.solve` chooses the lengths of the step to solve for.
+Notation and names of constraints are those of `libra.plan.problem`.
 
-A candidate c is a training option that keeps the step, and a shape of the first range. `need` is the larger table, for
-possible routers; `kept` is the smaller one, for known routers, and holds where the buckets are the running ones.
+Invariant: for a given step, prices become integers, `need[c, s, i, j]` engines (`libra.plan.model.ranges`). So all
+coefficients are devices or engines, without rounding, and every answer is exact. `libra.plan.model.solve` chooses the
+step lengths to try.
+
+A candidate c is a training option that keeps the step, with a shape of the first range. `need` is the larger table, for
+possible routers. `kept` is the smaller table, for known routers, and applies if the buckets are the running ones.
 """
 
 from __future__ import annotations
@@ -159,8 +161,9 @@ class StepModel:
                 self.cp.add(generating + training <= pool.devices).with_name(name)
 
     def different(self, excluded: Allocation) -> None:
-        """Fewer engines of some shape than in the excluded allocation, or training with fewer devices or on another
-        pool"""
+        """Fewer engines of a shape than in the excluded allocation, or training with fewer devices or on another
+        pool
+        """
         option = training_option(self.problem, excluded)
         assert option is not None  # it fits
         less = [x for c, x in zip(self.candidates, self.x, strict=True) if not _trains_alike(c.training, option)]
@@ -217,15 +220,18 @@ class StepModel:
 
 
 def contains(problem: Problem, allocation: Allocation, other: Allocation) -> bool:
-    """Whether an allocation has, for every shape, at least the engines of the other, and trains on the same pool with
-    at least as many devices. Both fit the problem."""
+    """Whether `allocation` has at least as many engines of every shape as the other one, and trains on the same pool
+    with at least as many devices. Both fit the problem.
+    """
     mine, others = (training_option(problem, a) for a in (allocation, other))
     assert mine is not None and others is not None
     return _trains_alike(mine, others) and allocation.engines_by_shape >= other.engines_by_shape
 
 
 def _trains_alike(option: TrainingOption, other: TrainingOption) -> bool:
-    """Whether `option` has the same pool and at least as many devices; of its layouts the relaxation keeps only one."""
+    """Whether `option` trains on the same pool with at least as many devices. The relaxation keeps only one layout per
+    number of devices.
+    """
     return option.pool == other.pool and option.devices >= other.devices
 
 

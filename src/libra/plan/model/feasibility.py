@@ -1,12 +1,12 @@
 """Feasibility of a problem: a minimal set of named constraints that conflict, if no plan exists.
 
-Invariant: `conflict` is empty exactly when a plan exists that may leave devices idle. Otherwise all its constraints
-together admit no plan, and leaving out any one of them admits one. It is found by a deletion filter (Chinneck and
-Dravnieks 1991, Locating minimal infeasible constraint sets in linear programs): drop one constraint after the other,
-and keep those without which a plan exists.
+Invariant: `conflict` is empty exactly when a plan exists that may leave devices idle. Otherwise no plan satisfies all
+its constraints together, but without any single one of them a plan exists. A deletion filter (Chinneck and Dravnieks
+1991, Locating minimal infeasible constraint sets in linear programs) finds it: drop one constraint after another, and
+keep each one without which a plan exists.
 
-Families are those of `libra.plan.problem`. Numbers of buckets and seconds never conflict: given time, one engine that
-holds the longest context serves everything. The solvers determine whether a plan leaves no device idle.
+Families are those of `libra.plan.problem`. Numbers of buckets and seconds never conflict, since one engine that holds
+the longest context can serve all work in enough time. The solvers determine whether a plan leaves no device idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REMEDIES: Mapping[Family, str] = {  # for a constraint that conflicts by itself
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint of the problem: its family, its text, and its pool if it is about one pool."""
+    """A constraint of the problem: its family, its text, and its pool if it concerns one pool."""
 
     family: Family
     text: str
@@ -45,13 +45,13 @@ def require_feasible(problem: Problem) -> None:
     shared = "" if problem.colocated or problem.use_all_devices else ", or share devices (mode: colocated)"
     raise _infeasible(
         problem,
-        f"these conflict, and without any one of them there would be a plan: {stated}:"
-        f" add devices, ask for less{shared}",
+        f"these constraints conflict, and dropping any one of them would allow a plan: {stated}: add devices, "
+        f"reduce the request{shared}",
     )
 
 
 def all_devices_conflict(problem: Problem) -> InfeasiblePlanError:
-    """The error for problems where every plan leaves a device idle, which is not allowed."""
+    """The error for problems in which every plan leaves a device idle, although all must be used."""
     return _infeasible(
         problem,
         "use_all_devices leaves no plan: no training option and engines together use exactly the devices of every pool;"
@@ -60,7 +60,7 @@ def all_devices_conflict(problem: Problem) -> InfeasiblePlanError:
 
 
 def _infeasible(problem: Problem, conflict: str) -> InfeasiblePlanError:
-    """The error, with the options that the menu left out."""
+    """The error, with the options that are missing from the menu."""
     return InfeasiblePlanError("; ".join(words for words in (conflict, problem.restriction) if words))
 
 
@@ -78,20 +78,22 @@ def conflict(problem: Problem) -> tuple[Constraint, ...]:
 
 
 def constraints(problem: Problem) -> tuple[Constraint, ...]:
-    """Every constraint that could be part of a conflict. If there is no training option or no engine, only that one."""
+    """Every constraint that could be part of a conflict; without a training option or an engine, only this
+    constraint.
+    """
     if not problem.training:
-        return (Constraint("one_training", "some layout must train the model; none fits any pool"),)
+        return (Constraint("one_training", "a layout must train the model, but none fits any pool"),)
     if not problem.engines:
-        return (Constraint("every_class_once", "some engine must hold the model; none fits any pool"),)
+        return (Constraint("every_class_once", "an engine must hold the model, but none fits any pool"),)
     pools = (
         Constraint("devices", f"pool {pool.name} has {_devices(pool.devices)}", pool.name) for pool in problem.pools
     )
-    own = (Constraint("own_devices", "training and generation have devices of their own"),)
+    own = (Constraint("own_devices", "training and generation have separate devices"),)
     return (*pools, *(() if problem.colocated else own), _training(problem), _longest_context(problem))
 
 
 def has_plan(problem: Problem, kept: Collection[Constraint]) -> bool:
-    """Whether a plan exists for which only the constraints in `kept` have to hold; idle devices are allowed."""
+    """Whether a plan satisfies the constraints in `kept`; idle devices are allowed."""
     if not problem.training or not problem.engines:
         return not kept
     families = {constraint.family for constraint in kept}
@@ -103,8 +105,9 @@ def has_plan(problem: Problem, kept: Collection[Constraint]) -> bool:
 
 
 def smallest(problem: Problem) -> tuple[TrainingOption, EngineOption] | None:
-    """The training option and the engine for the longest context that take the fewest devices together; None: no two
-    fit."""
+    """The training option and the engine for the longest context that need the fewest devices together; None: no pair
+    fits.
+    """
     limits = {pool.name: pool.devices for pool in problem.pools}
     own = not problem.colocated
     engines = [option for option in problem.engines if option.holds >= problem.longest_context]

@@ -1,8 +1,8 @@
-"""Plans several periods at once, where changing from one allocation to another costs time.
+"""Plans several periods at once, with the cost of changes between allocations.
 
-Invariant: no sequence of the candidates takes less time, including steps and switches. The candidates are each period's
-best allocation, its best allocation with the training of each other period's, the running allocation, and those that
-the caller adds.
+Invariant: no sequence of candidates takes less time, including steps and switches. The candidates are the best
+allocation of each period, its best allocation with the training option of each other period, the running allocation,
+and the caller's additions.
 
 With c(p, a) the seconds of period p under allocation a, and s(p, a, b) those lost by changing from a to b when p
 begins, the shortest time to be in b during p is (Bellman 1957)
@@ -21,7 +21,7 @@ from libra.plan.model.solve import solve
 from libra.plan.options.price import devices_used, infeasibility, price, training_option
 from libra.plan.problem import InfeasiblePlanError, Problem
 
-# Seconds lost by changing from one allocation to another, given the problem of the period that begins.
+# Seconds lost by a change of allocation, for the problem of the period that begins.
 SwitchSeconds = Callable[[Problem, Allocation, Allocation], float]
 
 
@@ -55,8 +55,8 @@ def plan_horizon(
 ) -> HorizonPlan:
     """The sequence of allocations, one for each period of `steps[p]` steps, with the least total time.
 
-    The start costs nothing if `current` is None. An allocation is held only in periods whose problem it fits: let the
-    problems offer the same shapes and layouts (`sharing_layouts` of `libra.plan.options.cluster_request`).
+    The start costs no time if `current` is None. An allocation can be used only in periods whose problem it fits, so
+    let all problems offer the same shapes and layouts (`sharing_layouts` of `libra.plan.options.cluster_request`).
     `candidates` are considered in addition. Raises ValueError when there is no period or one has no step,
     InfeasiblePlanError when a period has no plan.
     """
@@ -87,8 +87,9 @@ def plan_horizon(
 
 
 def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[Allocation, ...]:
-    """The best allocation of each period, of equal ones the nearest to that of the period before, and its best
-    allocations with the training options of the other periods' best ones."""
+    """The best allocation of each period (among equals, the closest to the previous period's), and its best allocations
+    with the training options of the other periods.
+    """
     best: list[Allocation] = []
     for problem in problems:
         best.append(solve(replace(problem, current=best[-1] if best else current)).allocation)
@@ -108,9 +109,12 @@ def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[All
 def shortest_path(
     held: Sequence[Sequence[float]], switch: Callable[[int, int, int], float], start: int | None
 ) -> tuple[int, ...]:
-    """[period] the candidate to hold. `held[p][a]` are the seconds of period p under candidate a, infinite if it is
-    impossible; `switch(p, a, b)` those lost by changing from a to b when p begins, assumed 0 for a = b. Before the
-    first period `start` is held; None: any start is free. Of equal paths the one with fewer changes is taken."""
+    """[period] the candidate to use.
+
+    `held[p][a]` is the seconds of period p under candidate a, infinite if impossible. `switch(p, a, b)` is the seconds
+    lost by a change from a to b at the start of p; 0 is assumed for a = b. `start` is in force before the first period;
+    None: any start is free. Among equal paths, the one with fewer changes is chosen.
+    """
     many = range(len(held[0]))
     reached = [0.0 if start in (None, a) else math.inf for a in many]
     came: list[list[int]] = []
@@ -128,7 +132,10 @@ def shortest_path(
         reached = [total + own for total, own in zip(arrive, seconds, strict=True)]
         came.append(sources)
     if min(reached) == math.inf:
-        raise InfeasiblePlanError("no sequence of candidates can be held through all periods")
+        raise InfeasiblePlanError(
+            "no sequence of candidates fits all periods: give more candidates, or problems "
+            "with the same shapes and layouts"
+        )
     path = [min(many, key=lambda a: reached[a])]
     for sources in reversed(came[1:]):
         path.append(sources[path[-1]])

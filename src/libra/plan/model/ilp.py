@@ -1,9 +1,11 @@
-"""The allocation problem for a step of given length, as an integer linear program: an independent check of
-`libra.plan.model.cpsat`, with which it shares `need`, but no model, bound or search. PuLP writes it, CBC solves it.
+"""The allocation problem for a step of given length, as an integer linear program.
 
-Notation and names of constraints are those of `libra.plan.problem`. Each candidate has a path of its own, along which
-its x[c] flows from the first class to the end of the last. So no constraint needs to be switched off for other
-candidates: there is no large constant, all coefficients are devices or engines, and the linear relaxation is tight.
+It is an independent check of `libra.plan.model.cpsat`: both use `need`, but no common model, bound or search. PuLP
+writes the program, and CBC solves it. Notation and names of constraints are those of `libra.plan.problem`.
+
+Each candidate has its own path, along which its x[c] flows from the first class to the end of the last. So no
+constraint must be switched off for other candidates: there is no large constant, all coefficients are devices or
+engines, and the linear relaxation is tight.
 
 A candidate c is a training option that keeps the step, and a shape of the first range, with possible routers; or with
 known routers, in which case it has only the ranges of the present buckets (`keep_buckets`).
@@ -60,7 +62,7 @@ def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = Tr
 
 
 def keeps_step(problem: Problem, step: float) -> Allocation | None:
-    """An allocation whose price is at most `step` seconds (> 0), or None: there is none."""
+    """An allocation with a price of at most `step` seconds (> 0); None if there is none."""
     return StepProgram(problem, step).solve()
 
 
@@ -163,11 +165,11 @@ class StepProgram:
                     self._add(name, generating == room * x if full else generating <= room * x)
 
     def solve(self) -> Allocation | None:
-        """Some allocation that satisfies the constraints, or None: there is none."""
+        """Any allocation that satisfies the constraints; None if there is none."""
         return self._allocation() if self._optimal() else None
 
     def simplest(self) -> Allocation | None:
-        """The allocation with the fewest moves, then devices, then buckets, by one solve for each."""
+        """The allocation with the fewest moves, then devices, then buckets, found in three solves."""
         fewest = {"devices": self._devices(), "buckets": self._buckets()}
         if self.problem.current is not None:
             fewest = {"moves": self._moves(self.problem.current), **fewest}

@@ -1,8 +1,8 @@
 """The fewest engines of every shape, for every range of classes, that keep a step of given length.
 
-Invariant: for a given length of the step, prices of engines reduce to one integer for each shape and range: the fewest
-engines that keep the step. A range is classes `first..last`, both included; it may end only where the next class is
-longer. The numbers agree with `libra.plan.options.price` to a relative 1e-9, on the side of fewer engines.
+Invariant: for a given step length, engine prices reduce to one integer per shape and range: the fewest engines that
+keep the step. A range is the classes `first..last`, inclusive; it may end only where the next class is longer. The
+numbers agree with `libra.plan.options.price` to a relative 1e-9; a rounding error may only give fewer engines.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Counts = Ints
 
 
 class RangeTable:
-    """All ranges of one problem, for one router history: `tried` is whether the ranges run already.
+    """All ranges of one problem; `tried`: the ranges run already, so their routers are known.
 
-    Values that do not depend on the step are kept by entry: an option, and a range that exists and whose longest
-    context it holds. Values that depend on the shape of the first range are in `_Times`.
+    Values that do not depend on the step are stored by entry: an option with an existing range whose longest context it
+    holds. Values that depend on the shape of the first range are in `_Times`.
     """
 
     def __init__(self, problem: Problem, tried: bool) -> None:
@@ -67,8 +67,9 @@ class RangeTable:
 
     def engines(self, training: TrainingOption, step: float, begin: int | None = None) -> Counts:
         """[shape, first, last] fewest engines that keep a step of `step` seconds with this training option.
-        Trajectories begin on the shape `begin`; None: on the best shape for each range, so no plan needs fewer. `NEVER`
-        if no number of engines keeps the step, or the range does not exist."""
+        Trajectories begin on the shape `begin`; None: on the best shape for each range, which gives a lower bound.
+        `NEVER` if no number of engines keeps the step, or the range does not exist.
+        """
         limit = float(self._limit(fixed_seconds(self.problem, training), step))
         times = self._times_of(begin)
         option, first, last = self._entries
@@ -86,7 +87,7 @@ class RangeTable:
         return table if len(self._starts) == len(table) else np.minimum.reduceat(table, self._starts)
 
     def _times_of(self, begin: int | None) -> _Times:
-        """The times for trajectories that begin on the shape `begin`, cached: a search needs few of the shapes."""
+        """The times for trajectories that begin on the shape `begin`, cached, since a search needs few shapes."""
         if begin not in self._times:
             shapes = self.problem.shapes if begin is None else (self.problem.shapes[begin],)
             own = [option.stays for option in self._options]
@@ -113,7 +114,8 @@ class RangeTable:
 
     def ranks(self, fixed: Floats, step: float) -> Floats:
         """[training option] rank of options that take `fixed` seconds after a step's last trajectory. Options of equal
-        rank have the same table of `engines`, and one of a higher rank needs no more."""
+        rank have equal tables of `engines`; an option of a higher rank needs no more engines.
+        """
         limit = self._limit(fixed, step)
         if self.problem.synchronous or self.problem.shared:
             return limit
@@ -121,7 +123,7 @@ class RangeTable:
         return np.searchsorted(np.unique(every), limit, side="right").astype(float)
 
     def _limit(self, fixed: Floats | float, step: float) -> Floats:
-        """The most seconds that a trajectory may take."""
+        """Limit on the seconds of a trajectory."""
         return np.asarray((1 + self.problem.staleness) * step * (1 + _SLACK) - fixed)
 
     def _usable(self, times: _Times, limit: float, step: float) -> Floats:
@@ -177,14 +179,13 @@ def _longest_beyond(seconds: Floats, nothing: float) -> Floats:
 
 
 def most_buckets(problem: Problem) -> int:
-    """Upper bound on the buckets of an allocation, as every bucket has a class."""
+    """Upper bound on the number of buckets, since every bucket has a class."""
     classes = len(problem.peaks)
     return classes if problem.most_buckets is None else min(classes, problem.most_buckets)
 
 
 def present_ranges(problem: Problem) -> list[Range] | None:
-    """The current buckets as ranges of classes; None if there are none, or if they cannot serve the problem
-    unchanged."""
+    """The current buckets as ranges of classes; None without buckets, or if they cannot serve the problem unchanged."""
     current = problem.current
     if current is None or not current.buckets or current.buckets[-1].up_to < problem.longest_context:
         return None
@@ -205,9 +206,10 @@ def make_allocation(
     spare: Sequence[int] = (),
     keeps: bool = False,
 ) -> Allocation:
-    """The allocation of ranges (shape, first, last) with the engines that they need; `spare[shape]` more are in the
-    last bucket of their shape. Limits in tokens are the longest contexts of classes, or, with `keeps`, those of the
-    present buckets."""
+    """The allocation of ranges (shape, first, last) with the engines that they need; `spare[shape]` more engines are in
+    the last bucket of the shape. Limits in tokens are the longest contexts of classes; with `keeps`, the limits of the
+    present buckets.
+    """
     counts = [int(need[r]) for r in cover]
     for s, more in enumerate(spare):
         last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
@@ -244,7 +246,9 @@ def _rows(options: Sequence[EngineOption], field: str) -> Floats:
 
 def _asked(costs: Floats, routers: Floats) -> Floats:
     """[option, row, router, first, last] the work of the range's bucket. `costs` is [option, row, class]. A bucket gets
-    the share of its classes' work that the router brings there; the first bucket also gets the rest of all classes."""
+    the share of its classes' work that the router sends there; the first bucket also gets the remaining work of all
+    classes.
+    """
     rows = costs[:, :, None, :] * routers  # [option, row, router, class]
     strays = (costs[:, :, None, :] * (1 - routers)).sum(axis=-1)
     sums = _sums(rows)

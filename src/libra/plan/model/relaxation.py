@@ -1,9 +1,9 @@
-"""A relaxation that excludes, without a solver, options and ranges that are in no plan with a step of given length.
+"""A relaxation that excludes options and ranges that no plan with a given step can use, without a solver.
 
-Invariant: everything that the relaxation excludes is in no plan that keeps the step; the rest need not contain a plan.
-It replaces the families `devices[p]` by one weighted sum over all pools (a surrogate constraint: any weights are valid)
-and drops `one_bucket_per_shape`. The least sum of a cover of all classes is then a shortest path (Bellman 1958), and a
-range through which no path is short enough is in no plan.
+Invariant: no plan that keeps the step uses an excluded option or range; the remaining ones may still allow no plan. The
+relaxation replaces the families `devices[p]` by one weighted sum over all pools (a surrogate constraint, valid for any
+weights) and drops `one_bucket_per_shape`. The cheapest cover of all classes is then a shortest path (Bellman 1958). No
+plan uses a range if all paths through it are too long.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _MORE = 1 + 1e-9  # factor on room that exceeds rounding errors
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A training option, and the engines that each shape then needs for each range; NEVER where a range is excluded.
-    The solver has one candidate for each shape of the first range."""
+    """A training option, with the engines that each shape then needs for each range; NEVER for an excluded range. The
+    solver has one candidate for each shape of the first range.
+    """
 
     training: TrainingOption
     engines: Counts  # [shape, first, last]
 
 
 class Relaxation:
-    """Bounds for one problem; `table` must not have more engines for any range than a plan needs there."""
+    """Bounds for one problem. The engines in `table` must be lower bounds for every range."""
 
     def __init__(self, problem: Problem, table: RangeTable) -> None:
         self.problem = problem
@@ -61,11 +62,11 @@ class Relaxation:
         return np.asarray(self._uses @ self._weights)
 
     def candidates(self, step: float) -> Iterator[Candidate]:
-        """Yield training options that may keep the step, fewest devices first, each with its remaining ranges. If there
-        are none, no plan keeps the step. The iterator is lazy: finish with it before the next call.
+        """Yield training options that may keep the step, fewest devices first, each with its remaining ranges.
 
-        Of options that are equal for generation and equally far from the running allocation, only the one with the
-        fewest devices is kept, unless no device may idle.
+        Without options, no plan keeps the step. The iterator is lazy: use it up before the next call. Among options
+        that are equal for generation and equally far from the running allocation, only the one with the fewest devices
+        is kept, unless no device may be idle.
         """
         kept = self._promising(step)
         for _ in range(_ROUNDS if len(self._pools) > 1 else 0):
@@ -100,13 +101,14 @@ class Relaxation:
         return left
 
     def reduced(self, candidate: Candidate) -> Candidate | None:
-        """The candidate without ranges that are in no plan; None if the candidate is in none itself."""
+        """The candidate without ranges that no plan uses; None if no plan uses the candidate."""
         return next(self._reduced([candidate], self._weights), None)
 
     def _promising(self, step: float) -> Iterator[Candidate]:
-        """Yield the options that leave room for the least cover, fewest devices first, one of each group that is equal
-        for generation. An option of a higher rank needs no more engines, so the cover of a group's highest rank bounds
-        those of the group, and most options need no table of their own."""
+        """Yield the options that leave enough devices for the cheapest cover, fewest devices first, with one option for
+        each group that is equal for generation. An option of a higher rank needs no more engines. So the cover of a
+        group's highest rank is a bound for the whole group, and most options need no own table.
+        """
         weights = self._weights
         rooms = (self._rooms @ weights) * _MORE
         tables: dict[float, tuple[Counts, float]] = {}
@@ -139,8 +141,9 @@ class Relaxation:
                     heappush(groups, (int(half.min()), half))
 
     def _distance(self, option: TrainingOption) -> object:
-        """Distance from the running allocation: of options of equal distance, the one with the fewest devices needs the
-        fewest moves."""
+        """Distance from the running allocation. Among options of equal distance, the one with the fewest devices needs
+        the fewest moves.
+        """
         current = self.problem.current
         if self.problem.use_all_devices:
             return option.layout, option.replicas
@@ -149,7 +152,7 @@ class Relaxation:
         return "current" if option.layout == current.layout else option.replicas
 
     def _reduced(self, candidates: Iterable[Candidate], weights: Floats) -> Iterator[Candidate]:
-        """Yield candidates reduced by other weights."""
+        """Yield candidates, reduced with other weights."""
         for candidate in candidates:
             allowed = float(self._room(candidate.training) @ weights) * _MORE
             left = self._within(candidate, weights, allowed)
@@ -157,8 +160,9 @@ class Relaxation:
                 yield left
 
     def _within(self, candidate: Candidate, weights: Floats, allowed: float) -> Candidate | None:
-        """The candidate reduced to plans whose generation takes at most `allowed` weighted devices; None if there are
-        none."""
+        """The candidate reduced to plans whose generation takes at most `allowed` weighted devices; None if there is no
+        such plan.
+        """
         room = self._room(candidate.training)
         most = np.where(self._uses > 0, room // np.maximum(self._uses, 1), np.inf).min(axis=1)
         counts = np.where(candidate.engines <= most[:, None, None], candidate.engines, NEVER)

@@ -1,8 +1,8 @@
 """The shortest step and the simplest plan that keeps it, with a proof.
 
-Invariant: a longer step never needs more devices. So if no plan keeps a step of t seconds, t is a lower bound, and the
-shortest step is found by bisection. `libra.plan.model.relaxation` answers most questions, and excludes options and
-ranges that cannot be part of a plan; `libra.plan.model.cpsat` answers the others, and breaks ties.
+Invariant: a longer step never needs more devices. So if no plan keeps a step of t seconds, t is a lower bound, and
+bisection finds the shortest step. `libra.plan.model.relaxation` answers most queries, and excludes options and ranges
+that no plan can use. `libra.plan.model.cpsat` answers the others, and breaks ties.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SHORTCUTS = 8  # candidates that are tried without a search, before one is made
 # A candidate, and the engines that it needs if the present buckets are kept; None where it cannot keep them.
 _Choice = tuple[Candidate, Counts | None]
 
-_NO_TIME = "no plan was found within deterministic_limit; raise it"
-_NO_OTHER = "there is no plan but the excluded ones"
+_NO_TIME = "no plan was found within deterministic_limit: raise the limit"
+_NO_OTHER = "all plans are excluded"
 
 
 def solve(
@@ -49,8 +49,8 @@ def solve(
     clock; when it runs out, the best plan so far is returned with status `feasible`. Raises `InfeasiblePlanError` when
     no allocation can serve the problem, and RuntimeError when the limit runs out before any was found.
 
-    No answer `contains` one of `excluding`, allocations that fit. Without `tie_break` the answer is any allocation with
-    the shortest step, which is found faster.
+    No answer `contains` one of the allocations in `excluding`. Without `tie_break`, the answer is any allocation with
+    the shortest step, which is faster to find.
     """
     require_feasible(problem)
     search = _Search(problem, deterministic_limit, seed, excluding)
@@ -66,8 +66,9 @@ def solve(
 
 
 def what_runs(problem: Problem, step: float) -> Allocation | None:
-    """The running allocation, if it fits and keeps the step; else None. It needs no change: superfluous engines stay,
-    too, as stopping them gains nothing."""
+    """The running allocation, if it fits and keeps the step; otherwise None. Superfluous engines stay, since stopping
+    them saves no time.
+    """
     current = problem.current
     if current is None or infeasibility(problem, current) is not None:
         return None
@@ -121,7 +122,7 @@ class _Search:
         return self._solve(choices, simplest=True) or otherwise
 
     def _within(self, step: float) -> Allocation | None:
-        """Some allocation that keeps the step. None: there is none, or, unless `complete`, none was found."""
+        """Any allocation that keeps the step. None: there is none or, unless `complete`, none was found."""
         choices: list[_Choice] = []
         for choice in self._choices(step):
             choices.append(choice)
@@ -132,8 +133,9 @@ class _Search:
         return self._solve(choices)
 
     def _choices(self, step: float) -> Iterator[_Choice]:
-        """Yield candidates, each with the engines that it needs if the present buckets are kept. If there are none, no
-        plan keeps the step."""
+        """Yield candidates, each with the engines that it needs if the present buckets are kept. Without candidates, no
+        plan keeps the step.
+        """
         for candidate in self._relaxation.candidates(step):
             for begin in range(len(self._problem.shapes)):
                 choice = self._begun(candidate, begin, step)
@@ -154,8 +156,9 @@ class _Search:
         return Candidate(training, np.where(left.engines < NEVER, untried, NEVER)), left.engines
 
     def _fewest_devices(self, choices: list[_Choice], step: float, otherwise: Allocation) -> list[_Choice]:
-        """The choices reduced to plans that may have the fewest devices; those of `otherwise` are an upper bound.
-        Returns all choices if moves count more or no device may idle."""
+        """The choices reduced to plans that may have the fewest devices; the devices of `otherwise` are an upper bound.
+        Returns all choices if moves count more, or no device may be idle.
+        """
         if not choices or self._problem.current is not None or self._problem.use_all_devices:
             return choices
         candidates = [candidate for candidate, _ in choices]
@@ -171,8 +174,7 @@ class _Search:
         return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict(self._problem)
 
     def _cheapest(self, candidate: Candidate, step: float, weights: Floats) -> Allocation | None:
-        """The cover with the least weight, if it is a plan, else None. It often is a plan, which makes a search
-        unnecessary."""
+        """The cheapest cover if it is a plan, otherwise None. It often is a plan, so that no search is needed."""
         if self._problem.use_all_devices:
             return None
         cover = cheapest_cover(candidate.engines, weights, most_buckets(self._problem))
@@ -184,8 +186,9 @@ class _Search:
         return allocation if price(self._problem, allocation).step <= step * (1 + ROUNDING) else None
 
     def _solve(self, choices: Sequence[_Choice], simplest: bool = False) -> Allocation | None:
-        """An allocation of one of the choices, with `simplest` the simplest one. None: there is none, or none was
-        found."""
+        """An allocation of one of the choices; with `simplest`, the simplest allocation. None: there is none, or none
+        was found.
+        """
         if not choices:
             return None
         candidates, kept = zip(*choices, strict=True)

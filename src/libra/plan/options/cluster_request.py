@@ -1,7 +1,7 @@
 """The planning request for a cluster of GPUs.
 
-Invariant: a request holds all inputs of pricing, with the profiles' values; pricing it again gives the same problem, on
-any machine.
+Invariant: a request contains all inputs of pricing, including the profiles' values. Pricing a request again gives the
+same problem on any machine.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class ClusterRequest:
     def assumed_router(self) -> str:
         if self.recall:
             return f"a router as good as {self.recipe.router} was measured"
-        return "a router that is never wrong" if self.recipe.router_hit is None else ""
+        return "a router without errors" if self.recipe.router_hit is None else ""
 
     @property
     def counts_unfinished(self) -> bool:
@@ -176,8 +176,9 @@ class ClusterRequest:
         return self.cluster.serving_pool(lender.pool).nodes
 
     def menu(self, factors: BatchFactors = BATCH) -> Menu:
-        """The menu of priced options, and the rejected engines with reasons (`rejected_layouts` has the layouts).
-        `factors` correct the price of rollout if a step waits for its whole batch."""
+        """The menu of priced options, and the rejected engines with reasons (for layouts see `rejected_layouts`).
+        `factors` correct the price of rollout if a step waits for its whole batch.
+        """
         recipe, model, classes = self.recipe, self.model, self.classes
         engines: list[EngineOption] = []
         training: list[TrainingOption] = []
@@ -238,7 +239,7 @@ class ClusterRequest:
         return restricted(everything, recipe.carried_by, self.cluster.nodes)
 
     def layouts(self) -> dict[str, Layouts]:
-        """The training half of the menu, by class of nodes."""
+        """The training layouts of the menu, by class of nodes."""
         found = {}
         for nodes in self.cluster.nodes:
             if dtype_refusal(nodes.gpu, self.recipe.dtype):
@@ -269,11 +270,11 @@ class ClusterRequest:
 
 
 def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest, ...]:
-    """The requests with the same held layouts: those on any of their menus or held by any of them.
+    """The requests, each with the held layouts and the menu's layouts of all requests.
 
-    So a running layout has a price on every menu; otherwise a menu lists, for each number of devices, only the fastest
-    layout for its own trajectories. Requests may differ in classes and in the running allocation; raises ValueError if
-    they differ in cluster, model or recipe.
+    So a running layout has a price on every menu. Otherwise a menu lists, for each number of devices, only the fastest
+    layout for its own trajectories. Requests may differ in classes and running allocation. Raises ValueError if they
+    differ in cluster, model or recipe.
     """
     for field in ("cluster", "model", "recipe"):
         if any(getattr(request, field) != getattr(requests[0], field) for request in requests):
@@ -287,18 +288,21 @@ def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest,
 
 
 def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str:
-    """The error text: the largest engine of each class of nodes, the nearest to fitting, and the smallest change that
-    makes one fit."""
+    """Error text for a model that no engine holds: the engine of each class of nodes that comes closest, and the
+    smallest changes that make one fit.
+    """
     model = request.model
     largest = {each.name.rpartition("/")[0]: each for each in rejected}
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
     remedies = list(_that_hold(request))
-    remedy = f"it would fit with {', or '.join(remedies)}" if remedies else "give nodes with more memory in all"
+    remedy = f"it would fit with {', or '.join(remedies)}" if remedies else "give nodes with more total memory"
     return f"no engine holds {model.name}: {reasons}: {remedy}"
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
-    """Yield changes of framework, recipe or GPU that make an engine hold the model; of GPUs the smallest for each."""
+    """Yield changes of framework, recipe or GPU with which an engine holds the model; for GPUs the smallest that
+    suffices.
+    """
     model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
     unrestricted = recipe.model_copy(update={"framework": None})
     if recipe.framework and any(_holds(model, nodes, unrestricted, request.classes) for nodes in request.cluster.nodes):
@@ -337,7 +341,9 @@ def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[Tr
 
 
 def _nothing_trains(request: ClusterRequest) -> str:
-    """The error text: how many layouts do not fit, and the nearest requests with one that does."""
+    """Error text for a model that no layout trains: the number of layouts that do not fit, and the closest requests for
+    which one does.
+    """
     too_large = sum(each.kind == "does not fit" for each in request.rejected_layouts())
     nearest = ", or ".join(remedies(request))
     remedy = f"there is a plan with {nearest}" if nearest else "lower max_length, or give GPUs with more memory"

@@ -1,8 +1,7 @@
 """Priced engine options on one class of nodes for one request.
 
-Invariant: an option is listed only if an engine of it can serve some class. Before the correction by `BatchFactors`,
-its price is never below the profile's times for its classes, within the tolerance of
-`libra.cost.lines.iteration_lines`.
+Invariant: an option is listed only if its engines can serve a class. Before the correction by `BatchFactors`, its price
+is never below the profile's times for its classes, within the tolerance of `libra.cost.lines.iteration_lines`.
 """
 
 from __future__ import annotations
@@ -63,8 +62,9 @@ def engine_kv_tokens(
 def batch_kv_tokens(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, classes: Sequence[TrajectoryClass]
 ) -> int:
-    """Tokens that the KV cache of an engine of `tp` GPUs holds while it decodes a batch of these classes: at least a
-    trajectory of `max_length` by itself, if that fits."""
+    """Tokens that the KV cache of an engine of `tp` GPUs holds while it decodes a batch of these classes; at least one
+    trajectory of `max_length`, if it fits alone.
+    """
     alone = min(engine_kv_tokens(model, nodes, recipe, tp), recipe.max_length)
     return max(alone, engine_kv_tokens(model, nodes, recipe, tp, context=mean_context(classes)))
 
@@ -84,10 +84,13 @@ def engine_options(
     longest_context: int,
     factors: BatchFactors = BATCH,
 ) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
-    """Options of every tensor-parallel degree, across nodes if no node holds the model, and the degrees that hold no
-    trajectory. All trajectories of a step start when weights are published, so a lower `max_num_seqs` would only make
-    them wait: engines have the largest that memory allows. Options of a degree differ in the number of sequences near
-    which they are priced."""
+    """Options of every tensor-parallel degree (across nodes if no node holds the model), and the degrees that hold no
+    trajectory.
+
+    All trajectories of a step start when weights are published. A lower `max_num_seqs` would only make them wait, so
+    engines have the largest value that memory allows. Options of a degree differ in the number of sequences for which
+    their price is most exact.
+    """
     options: list[EngineOption] = []
     rejected: list[Rejected] = []
     known = {grid.tp for grid in profile.engines}
@@ -241,7 +244,7 @@ def _batch_prices(
 
 
 def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
-    """Seconds of an option's longest of `draws` trajectories, by themselves and together with others."""
+    """Seconds of the longest of `draws` trajectories of an option, alone and together with others."""
     upto = [members.longest(draws, slowed) for slowed in _SLOWED]
     lines = _chords(upto)
     return {
@@ -253,7 +256,7 @@ def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
 
 def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """(generates, waits) of [class] for each line through the seconds [slowed][class] of two neighbours in `_SLOWED`.
-    Seconds are convex, so between its two points a line is above the others. All options have the same lines."""
+    Seconds are convex, so between its two points a line is the highest. All options have the same lines."""
     found: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for (low, before), (high, after) in pairwise(zip(_SLOWED, upto, strict=True)):
         generates = tuple((more - less) / (high - low) for less, more in zip(before, after, strict=True))

@@ -56,7 +56,7 @@ def _expert_degrees(model: ModelSpec) -> list[int]:
 
 
 def impossible(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of degrees, and of shapes of a replica, that no layout can have."""
+    """Yield (name, reason) for degrees, and for shapes of a replica, that no layout can have."""
     for tp in _powers(nodes.gpus):
         refusal = _tp_refusal(model, nodes, tp)
         if refusal:
@@ -96,8 +96,10 @@ def virtual_stages(layers: int, pp: int) -> list[int]:
 
 
 def _expert_shapes(model: ModelSpec, tp: int) -> list[tuple[int, bool]]:
-    """Expert-parallel degrees, and whether tensor parallelism leaves experts whole. Whole experts in equally many parts
-    take as much memory for weights, less for tokens, and less communication, so divided ones are not listed then."""
+    """Expert-parallel degrees, and whether tensor parallelism leaves experts whole. With equally many parts, whole
+    experts take the same memory for weights, and less memory for tokens and less communication. So divided experts are
+    not listed then.
+    """
     experts = model.experts
     if experts is None:
         return [(1, False)]
@@ -128,7 +130,7 @@ def _replica_refusal(nodes: NodeClass, replica: int) -> str | None:
 
 
 def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable:
-    """All layouts with their least possible dp. Those that differ only in recomputation are adjacent."""
+    """All layouts with their least possible dp. Layouts that differ only in recomputation are adjacent."""
     low, high = MICRO_TOKENS
     sizes = [longest]
     while 4 * sizes[-1] <= high:

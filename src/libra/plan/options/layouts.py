@@ -1,10 +1,8 @@
 """The menu of training layouts on one class of nodes: layouts that fit, with prices, and reasons for the others.
 
-Invariant: every layout of the priced space is either an option, or `rejected_layouts` has its reason; a plan does not
-need the reasons, so that is a separate function. Options with more devices are strictly faster, except held ones. Times
-are seconds, sizes bytes.
-
-The priced space is that of `libra.plan.options.layout_space`.
+Invariant: every layout of the priced space is an option, or `rejected_layouts` has its reason. Plans do not need the
+reasons, so they have a separate function. Options with more devices are strictly faster, except held options. Times are
+seconds, sizes bytes. `libra.plan.options.layout_space` defines the priced space.
 """
 
 from __future__ import annotations
@@ -100,9 +98,10 @@ def priced_step(
 def rejected_layouts(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
 ) -> tuple[Rejected, ...]:
-    """Every layout of the priced space that is no option of `training_layouts`, apart from held ones, with the reason.
-    A layout rejected at one number of devices is listed by its own name, a family rejected at all numbers by the
-    family's."""
+    """Every layout of the priced space that is not an option of `training_layouts`, without held ones, with the reason.
+    A layout rejected for one number of devices has its own name; a family rejected for all numbers has the family's
+    name.
+    """
     space = _LayoutSpace.of(model, nodes, recipe, classes)
     rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
     fewer, kept = "", set(space.kept)
@@ -134,7 +133,7 @@ def rejected_layouts(
 
 @dataclass(frozen=True, slots=True)
 class _LayoutSpace:
-    """All layouts on one class of nodes that fit, or those of them that could be fastest, priced."""
+    """All layouts that fit on one class of nodes, or only those that could be fastest, with prices."""
 
     work: Work
     memory: Callable[[LayoutTable], Mapping[str, Array]]  # bytes of a device, by item
@@ -156,8 +155,9 @@ class _LayoutSpace:
         classes: Sequence[TrajectoryClass],
         needed: bool = False,
     ) -> _LayoutSpace:
-        """With `needed`, layouts that recompute more than they need to fit are left out: pricing takes most of a menu's
-        time."""
+        """With `needed`, layouts with more recomputation than they need are left out, since pricing takes most of a
+        menu's time.
+        """
         work = _work(model, nodes, recipe, classes)
         families = families_of(model, nodes, recipe.max_length)
         framework = recipe.carried_by
@@ -211,8 +211,8 @@ def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[
 def _tail_seconds(
     work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layouts: Sequence[ParallelLayout]
 ) -> list[float | None]:
-    """With early gradients, the seconds of each layout after the last trajectory: for its group, which has the longest
-    trajectory and others of usual length, and for the update. Otherwise None for each layout.
+    """With early gradients, the seconds of each layout after the last trajectory: the gradients of its group (the
+    longest trajectory, and others of usual length) and the update. Otherwise None for each layout.
 
     Layouts are priced together: one by one they would take most of the time of a menu.
     """
@@ -236,10 +236,10 @@ def _total(columns: Mapping[str, Array]) -> Array:
 
 
 def _fastest(used: Array, steps: StepTable) -> dict[int, float]:
-    """The fastest layout for each number of devices, fewest devices first, by its row, with its seconds.
+    """The fastest layout for each number of devices, fewest devices first: its row and its seconds.
 
-    Unequal micro-batches make most pipelines slower than their closed form. Pipelines are simulated in the order of
-    closed forms, until no other layout is faster even by that. Ties go to the earlier row.
+    Unequal micro-batches make most pipelines slower than their formula. Pipelines are simulated in the order of the
+    formula's result, until no other layout can be faster. Ties go to the earlier row.
     """
     order = np.lexsort((steps.total, used))
     fastest = {}
@@ -261,7 +261,7 @@ def _too_large(
     nodes: NodeClass,
     batch: int,
 ) -> dict[int, str]:
-    """Reasons for families that do not fit at every dp: the dp from which they fit, and the obstacle below it."""
+    """Reasons for families that do not fit at every dp: the smallest dp that fits, and the obstacle below."""
     unit, gpu = families.dp, nodes.gpu
     one, endless = (_total(memory(families.with_dp(np.full(len(families), dp)))) for dp in (1.0, _ENDLESS))
     room = gpu.memory - endless
@@ -301,7 +301,7 @@ def _remedy(least: float, limit: float, replica: float, devices: int, batch: int
 
 
 def _slower(space: _LayoutSpace) -> dict[int, str]:
-    """Reasons for families that fit but have no option: by how much the best of another family is faster."""
+    """Reasons for families that fit but are not an option: the difference to the fastest layout of another family."""
     best, used, owner = space.best, space.used, space.owner
     if not best:
         return {}

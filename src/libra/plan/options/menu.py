@@ -22,7 +22,8 @@ from libra.lengths import TrajectoryClass
 from libra.plan.problem import EngineOption, Problem
 from libra.route.catalogue import ignores_buckets
 
-SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
+# Tolerance, since normalised shares that are printed and read again sum to 1 only up to rounding.
+SHARE_TOLERANCE = 1e-6
 
 # Devices or degrees do not suit nodes or model; the profile has no times for it; it is too large (a layout: at every
 # dp); another is faster wherever it fits. Lent engines: traffic exceeds the certified rate; no grant is long enough.
@@ -41,8 +42,7 @@ RejectionKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """An engine size, a layout, a family of layouts that differ in dp ("dp*"), or a degree that is rejected, with the
-    reason."""
+    """A rejected engine size, layout, family of layouts that differ only in dp ("dp*"), or degree, with the reason."""
 
     name: str
     kind: RejectionKind
@@ -50,7 +50,7 @@ class Rejected:
 
 
 class LendingPool(Protocol):
-    """A serving pool whose engines may lend their devices: a source of priced options."""
+    """A serving pool whose engines may lend their devices, as a source of priced options."""
 
     @property
     def pool(self) -> str: ...
@@ -69,7 +69,7 @@ class LendingPool(Protocol):
         profile: EngineProfile,
         factors: BatchFactors = ...,
     ) -> tuple[tuple[EngineOption, ...], tuple[BorrowedEngine, ...], tuple[Rejected, ...]]:
-        """Priced options of rollout engines on `nodes`, the engines of these options, and what is not lent."""
+        """Priced options of rollout engines on `nodes`, the engines of these options, and rejected loans."""
         ...
 
 
@@ -97,12 +97,12 @@ class BorrowedEngine(Protocol):
 
     @property
     def holds(self) -> int:
-        """Tokens of the longest context that it serves."""
+        """Longest context that the engine serves, in tokens."""
         ...
 
     @property
     def share(self) -> float:
-        """Share of the devices' time that is lent, while any is."""
+        """Share of the devices' time that is lent, while lending is possible."""
         ...
 
     @property
@@ -118,7 +118,7 @@ class BorrowedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PairHalf:
-    """The engines of one role in a prefill/decode pair, all on one class of nodes."""
+    """The engines of one role in a prefill/decode pair, on one class of nodes."""
 
     pool: str
     tp: int
@@ -168,10 +168,10 @@ class Menu:
 
 
 def availability(lent: Sequence[BorrowedEngine]) -> tuple[Availability, ...]:
-    """Sets of shapes that may be away in the coming period, with their probabilities; the likeliest first.
+    """Sets of shapes that may be away in the coming period, with their probabilities, likeliest first.
 
-    Traffic of several lenders is assumed to be high at the same time. They share the time of day, and the assumption is
-    cautious, as no lender then replaces another.
+    Traffic of several lenders is assumed to be high at the same times, since they share the time of day. This is
+    cautious: no lender then replaces another.
     """
     edges = {Fraction(0), Fraction(1)}
     edges |= {Fraction(k, len(engine.cases)) for engine in lent for k in range(len(engine.cases))}
@@ -219,12 +219,12 @@ def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> N
 
 
 def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """[router][class] share of a class's work that reaches its own bucket: by the router, which brings `hits` [class]
-    of the work after the first tool return there, and by a perfect one.
+    """[router][class] share of a class's work that reaches its own bucket: for the given router, and for a perfect
+    router.
 
-    Work before the first tool return stays in the first bucket, and so does work that the router misses. The hit rate
-    is known for the running buckets. For other buckets it depends on their limits, so they must have time for a perfect
-    router, too.
+    The given router sends `hits` [class] of the work after the first tool return to its own bucket. Other work, and all
+    work before the first tool return, stays in the first bucket. The hit rate is known for the running buckets. For
+    other buckets it depends on their limits, so they must also have time for a perfect router.
     """
     perfect = tuple(1 - cls.before_first_return for cls in classes)
     routed = tuple(part * hit for part, hit in zip(perfect, hits, strict=True))
@@ -232,8 +232,9 @@ def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tu
 
 
 def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
-    """Number of ranges of final context that the router can distinguish: one if it ignores buckets, or if no tool ever
-    returns, as a trajectory then has no reason to change its bucket."""
+    """Number of ranges of final context that the router can distinguish. One if the router ignores buckets, or if there
+    are no tool returns, at which a trajectory could change its bucket.
+    """
     if ignores_buckets(recipe.router) or all(cls.before_first_return == 1 for cls in classes):
         return 1
     return recipe.max_buckets

@@ -1,7 +1,7 @@
-"""The nearest request with a plan, where nothing trains.
+"""The closest request with a plan, if no layout can train.
 
-Invariant: what is named is on the menu of the changed request, not only small enough by a formula; training and an
-engine fit there together, in the mode of the request.
+Invariant: a suggested layout is on the menu of the changed request, and fits together with an engine in the mode of the
+request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIGHTER: tuple[dict[str, object], ...] = (  # changes of a recipe that take les
 
 
 def remedies(request: ClusterRequest) -> Iterator[str]:
-    """Yield changes with which a plan exists: the smallest of the recipe, then more nodes of a class."""
+    """Yield changes with which a plan exists: the smallest change of the recipe, then more nodes of a class."""
     recipe = request.recipe
     for change in _LIGHTER:
         lighter = recipe.model_copy(update=change)
@@ -44,7 +44,7 @@ def remedies(request: ClusterRequest) -> Iterator[str]:
 
 
 def more_nodes(request: ClusterRequest, nodes: NodeClass) -> tuple[int, str] | None:
-    """The fewest nodes of this class with which there is room for training and an engine, and who takes which GPUs."""
+    """The fewest nodes of this class that have room for training and an engine, and a text on the use of their GPUs."""
     if dtype_refusal(nodes.gpu, request.recipe.dtype) is not None:
         return None
     fewest = _that_train(request, nodes)
@@ -59,7 +59,7 @@ def more_nodes(request: ClusterRequest, nodes: NodeClass) -> tuple[int, str] | N
 
 
 def _smallest_plan(request: ClusterRequest) -> str | None:
-    """Training and an engine on the fewest GPUs, in words; None: they do not fit together."""
+    """Text for training and an engine on the fewest GPUs; None if they do not fit together."""
     if not any(it.options for it in request.layouts().values()):
         return None
     try:
@@ -77,7 +77,7 @@ def _smallest_plan(request: ClusterRequest) -> str | None:
 
 
 def _that_train(request: ClusterRequest, nodes: NodeClass) -> int | None:
-    """The fewest nodes of this class with which something trains."""
+    """The fewest nodes of this class on which a layout trains."""
     few, many = 0, nodes.count
     while not _trains(request, replace(nodes, count=many)):
         few, many = many, 2 * many

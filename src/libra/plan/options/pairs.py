@@ -1,16 +1,16 @@
 """Priced options of prefill/decode pairs: some engines compute prompts, others generate tokens.
 
-Invariant: a pair has no price below those of its halves for the same trajectories. Its engines are in a fixed ratio, so
-for the solvers it is one more engine, on two pools. Prompts, KV on the links and decoding are rows of its work, of
-which the largest counts.
+Invariant: the price of a pair is never below the prices of its halves for the same trajectories. The engines have a
+fixed ratio, so a pair is one more engine for the solvers, on two pools. Prompts, KV on the links, and decoding are rows
+of its work, and the largest row counts.
 
-A pair of two shapes can gain over colocated engines only if the prefill half is better at prompts, relative to its
-decode time, than the decode half (comparative advantage, Ricardo 1817). A pair of one shape never gains: its halves
-together take no less time than equally many colocated engines, and the busier half has more than its share. So only
-pairs with this advantage are listed.
+A pair of two shapes can be better than colocated engines only if its prefill half has the better ratio of prompt speed
+to decode speed (comparative advantage, Ricardo 1817). A pair of one shape is never better: its halves together take no
+less time than equally many colocated engines, and one half is busier. So only pairs with this advantage are listed.
 
-The overheads of a pair: a context is in the caches of both halves, so each fills sooner; tokens that the decode half
-generated are computed again with the next turn's prompt; and the new part of a prompt is sent over the network.
+A pair has three overheads. A context is in the caches of both halves, so each cache fills sooner. The prefill half
+computes tokens that the decode half generated again, with the next turn's prompt. The new part of a prompt is sent over
+the network.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def pair_options(
     factors: BatchFactors = BATCH,
     running: Collection[str] = (),
 ) -> tuple[tuple[EngineOption, ...], tuple[PrefillDecodePair, ...], tuple[Rejected, ...]]:
-    """Options of all pairs that may gain, these pairs, and the rejected ones; pairs of `running` shapes are listed even
-    without gain."""
+    """Options of all pairs that may be an advantage, these pairs, and the rejected pairs. Pairs of `running` shapes are
+    always listed.
+    """
     engines = [
         engine
         for its, profile in zip(nodes, profiles, strict=True)
@@ -144,8 +145,7 @@ def _ratios(balanced: float) -> list[tuple[int, int]]:
 
 
 def _recomputed(cls: TrajectoryClass) -> TrajectoryClass:
-    """The class as seen by the prefill half, which also computes tokens that the other half generated in earlier
-    turns."""
+    """The class for the prefill half, which also computes tokens that the decode half generated in earlier turns."""
     return replace(
         cls,
         prefill=cls.prefill + _generated_elsewhere(cls),
@@ -163,7 +163,7 @@ def _prompts(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) 
 
 
 def _decodes(timing: EngineTiming, cls: TrajectoryClass, kv: int, factors: BatchFactors) -> tuple[float, ...]:
-    """Seconds of the decode half per trajectory, for each line: it computes no prompts, but admits each turn."""
+    """Seconds of the decode half per trajectory, for each line. The half computes no prompts, but admits each turn."""
     return batch_work(timing, replace(cls, prefill=0.0), kv, factors)
 
 

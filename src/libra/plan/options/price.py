@@ -1,7 +1,7 @@
 """The price of one allocation: seconds per optimiser step with bounded staleness, and its bottleneck.
 
-Invariant: only this module prices allocations. The solvers build their rounded models from the same problem and report
-the price computed here, so prediction, comparison and explanation never disagree.
+Invariant: only this module prices allocations. The solvers build their models from the same problem and report the
+price from this module, so prediction, comparison and explanation never disagree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def training_option(problem: Problem, allocation: Allocation) -> TrainingOption 
 
 
 def own_training(problem: Problem, allocation: Allocation) -> TrainingOption:
-    """The option that an allocation that fits trains with."""
+    """The training option of an allocation that fits."""
     option = training_option(problem, allocation)
     assert option is not None
     return option
@@ -58,15 +58,15 @@ def devices_used(problem: Problem, allocation: Allocation) -> dict[str, tuple[in
 
 
 def total_devices(problem: Problem, allocation: Allocation) -> int:
-    """Devices that train, and that generate; those that do both count twice."""
+    """Numbers of devices that train and that generate; devices that do both count twice."""
     return sum(map(sum, devices_used(problem, allocation).values()))
 
 
 def infeasibility(problem: Problem, allocation: Allocation) -> str | None:
     """The reason why the allocation cannot serve the problem; None if it can.
 
-    A bucket without a class is allowed: under a new distribution its engines idle, at a cost that the price includes.
-    (The solver itself never starts an engine for a bucket without a class.)
+    A bucket without a class is allowed: under a new distribution its engines are idle, and the price includes them. The
+    solver never starts an engine for such a bucket.
     """
     if training_option(problem, allocation) is None:
         choices = ", ".join(str(option.replicas) for option in problem.training if option.layout == allocation.layout)
@@ -124,7 +124,7 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
 def solution(
     problem: Problem, allocation: Allocation, bound: float = 0.0, status: SolverStatus = "feasible"
 ) -> Solution:
-    """The solution with an allocation that fits, and its price; no step is shorter than `bound` seconds."""
+    """The solution with an allocation that fits and its price; `bound` is the proven lower bound in seconds."""
     predicted = price(problem, allocation)
     bound = min(bound, predicted.step)
     gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
@@ -132,11 +132,12 @@ def solution(
 
 
 def step_parts(problem: Problem, allocation: Allocation) -> dict[StepPart, float]:
-    """The parts, in seconds, of the step of an allocation that fits; equal parts are shown in the order given.
+    """The parts of the step, in seconds, of an allocation that fits; equal parts keep their order.
 
-    Latency is a sum: generation (synchronous), or the longest trajectory by itself and its delay by others; training
-    after it; publication, with the role changes of colocated devices. Each part is divided by 1 + staleness, the number
-    of batches in flight. With another bottleneck, a step is as long as training or generation.
+    Latency is a sum of three parts. The first is generation (synchronous), or the longest trajectory alone and its
+    delay by others. Training and publication follow, with the role changes of colocated devices. Each part is divided
+    by 1 + staleness, the number of batches in flight. With another bottleneck, a step is as long as training or
+    generation.
     """
     predicted = price(problem, allocation)
     if predicted.bottleneck != "latency":
@@ -194,7 +195,7 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
 
 @dataclass(frozen=True, slots=True)
 class _Longest:
-    """The longest trajectories of a bucket, by themselves and together with others."""
+    """The longest trajectories of a bucket, alone and together with others."""
 
     residence: float  # seconds by itself, of the longest trajectory of a typical step
     lines: tuple[tuple[float, float], ...]  # (generates, waits)
@@ -207,7 +208,9 @@ class _Longest:
 def _longest(
     problem: Problem, bucket: Bucket, stays: Stays, begin: Stays, recall: Sequence[Sequence[float]]
 ) -> _Longest:
-    """The longest trajectories of the bucket's classes; in the first bucket also of those that only begin there."""
+    """The longest trajectories of the bucket's classes; in the first bucket also those of classes that only begin
+    there.
+    """
     own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
     longer = [j for j, peak in enumerate(problem.peaks) if peak > bucket.up_to]
     parts = [(stays, own, own[-1:])]
@@ -222,7 +225,7 @@ def _longest(
 
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
-    """Seconds from a step's last trajectory to the first that starts with the new weights."""
+    """Seconds between a step's last trajectory and the first trajectory with the new weights."""
     return training.after_rollout + training.publish + (2 * problem.switch if problem.colocated else 0.0)
 
 
@@ -264,7 +267,7 @@ class _Load:
     ) -> float:
         """The shortest step in which the engine does this work and no trajectory is late; see `libra.plan.problem`.
 
-        The term divided by the step grows as the step gets shorter, so bisection finds it to the last bit.
+        The term divided by the step increases as the step gets shorter, so bisection finds the step exactly.
         """
 
         def at(seconds: float) -> float:

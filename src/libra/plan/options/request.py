@@ -33,7 +33,7 @@ class PlanningRequest(Protocol):
 
     @property
     def unknown_tool_seconds(self) -> float:
-        """Seconds that a tool call of unknown duration counts as."""
+        """Assumed seconds of a tool call of unknown duration."""
 
     @property
     def refreshes(self) -> bool:
@@ -49,7 +49,7 @@ class PlanningRequest(Protocol):
 
     @property
     def counts_unfinished(self) -> bool:
-        """Whether the classes count unfinished trajectories, by their length so far."""
+        """Whether the classes include unfinished trajectories with their length so far."""
 
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:

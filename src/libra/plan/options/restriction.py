@@ -1,8 +1,8 @@
 """The part of a menu that one framework can carry out.
 
-Invariant: a request without a framework keeps its menu. With one, every plan for nodes of one class can be exported for
-it. The layouts excluded by `permitted` and `whole_node_counts`, and the options excluded by `restricted`, have their
-reasons among the rejected.
+Invariant: a request without a framework keeps its menu. With a framework, every plan for nodes of one class can be
+exported. Layouts excluded by `permitted` and `whole_node_counts`, and options excluded by `restricted`, are listed as
+rejected, with reasons.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _has(family: TrainingFamily, layouts: LayoutTable) -> Mask:
 
 
 def takes_whole_nodes(framework: Framework, nodes: NodeClass) -> bool:
-    """Whether training and rollout share no node of this class. A single node has to be shared."""
+    """Whether training and rollout must not share a node of this class. A single node has to be shared."""
     return framework.whole_nodes and nodes.count > 1
 
 
@@ -91,13 +91,14 @@ def rejected_family(framework: Framework) -> str:
 
 
 def restricted(menu: Menu, framework: Framework, classes: Sequence[NodeClass]) -> Menu:
-    """The menu without lent engines, which no framework can start; with one engine size and no idle device if the
-    framework requires that."""
+    """The menu without lent engines, which no framework can start. If the framework requires it, also with one engine
+    size or without idle devices.
+    """
     if not framework.name:
         return menu
     problem = menu.problem
     lent = problem.lent
-    reason = f"it is lent, and {framework.name} starts engines on nodes of its own only"
+    reason = f"it is lent, but {framework.name} starts engines only on its own nodes"
     return replace(
         menu,
         problem=replace(

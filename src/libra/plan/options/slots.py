@@ -59,7 +59,7 @@ class SlotCounts:
 
 @dataclass(frozen=True, slots=True)
 class LentSlots:
-    """Lent devices, which serve users at the same time. Each has an engine of `shape`; a plan uses all or none."""
+    """Lent devices, which also serve users. Each has an engine of `shape`; a plan uses all or none."""
 
     shape: EngineShape
     devices: int
@@ -205,8 +205,9 @@ class SlotRequest:
         return Menu(problem)
 
     def _engine_options(self, shape: EngineShape, pool: str, most: int, timing: EngineTiming) -> list[EngineOption]:
-        """One option for each number of sequences that may decode together, when 1 to `most` engines share the
-        trajectories in flight."""
+        """One option for each possible number of sequences that decode together, if 1 to `most` engines share the
+        trajectories in flight.
+        """
         workload = self.workload
         in_flight = (1 + workload.max_staleness) * workload.trajectories
         counts = range(1, most + 1)
@@ -244,7 +245,7 @@ SLOT_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python 
 
 
 def make_tracker(planner: PlannerConfig) -> LengthTracker:
-    """An empty tracker that forgets as the configuration says and knows the engine's blocks."""
+    """An empty tracker with the configuration's half-life and the engine's block size."""
     return LengthTracker(planner.half_life, block_tokens=BLOCK_TOKENS)
 
 

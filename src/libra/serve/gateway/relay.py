@@ -146,7 +146,9 @@ class _Passing:
         events = self._events.feed(piece)
         if not events:
             return b""
-        self.latest = events[-1]
+        self.latest = latest = events[-1]
+        if len(events) == 1:
+            return latest if self._reader.event(latest) else b""
         return b"".join([event for event in events if self._reader.event(event)])
 
     def rest(self) -> bytes:

@@ -114,7 +114,8 @@ class Attempt:
     def __init__(self, upstreams: Upstreams, engine: Upstream, context: int) -> None:
         self.engine = engine
         self.failure: TurnFailure | None = None  # why it was aborted
-        self.last_byte = asyncio.get_running_loop().time()  # when the engine last sent anything of this turn
+        self._now = asyncio.get_running_loop().time
+        self.last_byte = self._now()  # when the engine last sent anything of this turn
         self._upstreams, self._context, self._scope = upstreams, context, asyncio.timeout(None)
         self._held: HeldTurn | None = None
         self.took: Took | None = None  # once it is over
@@ -136,7 +137,7 @@ class Attempt:
 
     def touch(self) -> None:
         """Note that the engine has just sent part of the turn."""
-        self.last_byte = self.engine.last_byte = asyncio.get_running_loop().time()
+        self.last_byte = self.engine.last_byte = self._now()
 
     def abort(self, failure: TurnFailure) -> None:
         """End the context with TimeoutError; `failure` holds the reason."""
