@@ -22,10 +22,8 @@ from benchmarks.command import command_line
 from benchmarks.rows import report
 from libra.hardware.cluster import GPUS
 
-# As `schedule.Kind`, which imports vLLM
 SCHEDULES = (
-    *("sync", "async", "pull", "pull-async", "pd", "pd-async", "pd-fails", "pd-fails-async"),
-    *("pd-drafts", "pd-tiers"),
+    *("sync", "async", "pull", "pull-async", "pd", "pd-async", "pd-fails", "pd-fails-async", "pd-drafts", "pd-tiers"),
     *("hybrid", "hybrid-async", "drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
     *("tiers", "tiers-async", "tiers-drafts"),
 )

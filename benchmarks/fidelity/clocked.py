@@ -61,8 +61,7 @@ class TierWorker:
     def ended(self, now: int) -> tuple[list[str], OffloadingWorkerMetadata]:
         """Names of the requests whose KV has been loaded, and all jobs that have ended."""
         done = sorted((end, job, name) for job, (end, name) in self.ends.items() if end <= now)
-        for _, job, _ in done:
-            del self.ends[job]
+        self.ends = {job: it for job, it in self.ends.items() if it[0] > now}
         loaded = [name for *_, name in done if name is not None]
         return loaded, OffloadingWorkerMetadata(completed_jobs={job: 1 for _, job, _ in done})
 
@@ -189,9 +188,8 @@ def serve(one: ClockedEngine, requests: Sequence[Request], pulls: Mapping[int, i
                 one.cancel()
         one.hear(now)
         one.begin(now)
-        for number in one.engine.started_pulls() if pulls is not None else ():
-            assert pulls is not None
-            ends[number] = now + pulls[number]
+        if pulls is not None:
+            ends |= {number: now + pulls[number] for number in one.engine.started_pulls()}
     return tuple(one.steps)
 
 
@@ -208,15 +206,9 @@ def simulated_steps(
 ) -> tuple[Step, ...]:
     """Iterations of one simulated engine as steps; `finished` are requests by the tick at which they finish. A step
     that schedules nothing ends when it begins, as does the one before it: no request finishes there."""
-    return tuple(
-        Step(
-            it.start,
-            it.scheduled,
-            it.preempted,
-            it.cached,
-            tuple(finished.get(it.end, ())) if it.scheduled else (),
-            it.free_blocks,
-        )
-        for it in iterations
-        if it.engine == engine
-    )
+    steps = []
+    for it in iterations:
+        if it.engine == engine:
+            ends = tuple(finished.get(it.end, ())) if it.scheduled else ()
+            steps.append(Step(it.start, it.scheduled, it.preempted, it.cached, ends, it.free_blocks))
+    return tuple(steps)

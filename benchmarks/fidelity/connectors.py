@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-
-from libra.sim.engine.config import EngineConfig
-
-
-def pull_config(config: EngineConfig, kv_role: str = "kv_both") -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector=PullConnector.__name__,
-        kv_connector_module_path=__name__,
-        kv_role=kv_role,
-        kv_load_failure_policy=config.kv_load_failure_policy,
-    )
 
 
 class PullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

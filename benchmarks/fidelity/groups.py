@@ -96,7 +96,7 @@ class _ByNumber(RoundRobin):
         return Placement(f"rank {int(name) % self._count}", 0, False, "its number", self._priorities[name])
 
 
-def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = False) -> list[tuple[Step, ...]]:
+def simulated_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ...]]:
     """The steps of each simulated rank except its dummy batches."""
     iterations: list[Iteration] = []
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
@@ -104,7 +104,7 @@ def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = 
     cost = ranks.cost.rank(Graph("NONE"))
     specs = [EngineSpec(f"rank {place}", ranks.config, cost, group=group) for place in range(ranks.count)]
     workload = Requests(lambda: ordered, {})
-    SimCluster(specs, workload, _ByNumber(requests, ranks.count), exact=exact, trace=iterations.append).run()
+    SimCluster(specs, workload, _ByNumber(requests, ranks.count), trace=iterations.append).run()
     return [simulated_steps(iterations, place) for place in range(ranks.count)]
 
 
@@ -129,11 +129,5 @@ def step_ticks(ranks: Ranks, rows_of_ranks: Sequence[Sequence[int]]) -> int:
     mode = _post_process_cudagraph_mode(synchronised)
     divided = rule is not None and _post_process_ubatch(synchronised, rule.count)
     padded = int(_post_process_dp_padding(synchronised, should_dp_pad=mode != 0 or divided).sum())
-    cost = ranks.cost
-    return (
-        cost.step
-        + cost.own * max(map(len, rows_of_ranks))
-        + cost.each * padded
-        + _KINDS[CUDAGraphMode(mode).name]
-        + _WHOLE * (rule is not None and not divided)
-    )
+    cost, launch = ranks.cost, _KINDS[CUDAGraphMode(mode).name] + _WHOLE * (rule is not None and not divided)
+    return cost.step + cost.own * max(map(len, rows_of_ranks)) + cost.each * padded + launch

@@ -78,11 +78,9 @@ def random_pair(
 def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps of the prefill engine, and of the decode engine."""
     worker = TierWorker(pair.store, pair.load) if pair.prefill.kv_tiers else None
-    prefill = ClockedEngine(
-        VllmEngine(pair.prefill, kv_role="kv_producer"), pair.step, pair.per_token, worker=worker, sends=True
-    )
-    decode = ClockedEngine(VllmEngine(pair.decode, kv_role="kv_consumer"), pair.step, pair.per_token)
-    sides = (prefill, decode)
+    producer, consumer = VllmEngine(pair.prefill, kv_role="kv_producer"), VllmEngine(pair.decode, kv_role="kv_consumer")
+    prefill = ClockedEngine(producer, pair.step, pair.per_token, worker=worker, sends=True)
+    sides = prefill, decode = (prefill, ClockedEngine(consumer, pair.step, pair.per_token))
     whole = {request.number: request for request in requests}
     where: dict[int, ClockedEngine] = {}
     waiting: set[int] = set()  # on the decode engine, until their pull begins
@@ -97,8 +95,7 @@ def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...]
         now = min(coming)
         for key in network.ended(now):
             assert isinstance(key, int)
-            decode.done[name_of(key)] = None
-            prefill.done[name_of(key)] = None
+            decode.done[name_of(key)] = prefill.done[name_of(key)] = None
         while leases and leases[0][0] <= now:
             prefill.done[name_of(heappop(leases)[-1])] = None
         while failing and failing[0][0] <= now:
@@ -114,19 +111,16 @@ def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...]
             if number in prefill.given_up:
                 prefill.done[name_of(number)] = None
                 continue
-            where[number], known[number] = decode, now
+            where[number], known[number], whole[number].pull = decode, now, True
             waiting.add(number)
-            decode.engine.add(replace_pull(whole[number]))
+            decode.engine.add(whole[number])
         for side in sides:
             side.cancel()
         while alarms and alarms[0][0] <= now:
             _, arrives, number, request = alarms.pop(0)
             if arrives:
-                where[number] = prefill
-                prefill.engine.add(
-                    Request(number, request.arrival, request.prompt_tokens, 1, chain=request.chain,
-                            priority=request.priority, keeps=True)
-                )  # fmt: skip
+                where[number], prompt = prefill, (number, request.arrival, request.prompt_tokens)
+                prefill.engine.add(Request(*prompt, 1, chain=request.chain, priority=request.priority, keeps=True))
             else:
                 where[number].given_up.append(number)
                 where[number].cancel()
@@ -154,9 +148,7 @@ def _lease_end(transfer: KVNetwork, known: int, lost: int) -> int:
     return end
 
 
-def simulated_pair(
-    pair: Pair, requests: Sequence[Request], *, exact: bool = False
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def simulated_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps of both engines in the simulator."""
     iterations: list[Iteration] = []
     cost = AffineCost(pair.step, per_sequence=pair.per_token, per_new_token=pair.per_token)
@@ -176,18 +168,7 @@ def simulated_pair(
         assert cluster.pairs is not None
         cluster.at(now, partial(cluster.pairs.fail_pull, request))
 
-    cluster = SimCluster(
-        specs,
-        Requests(lambda: ordered, {}),
-        kv_transfer=pair.transfer,
-        exact=exact,
-        trace=iterations.append,
-        watch=look if pair.fails else None,
-    )
+    workload, watch = Requests(lambda: ordered, {}), look if pair.fails else None
+    cluster = SimCluster(specs, workload, kv_transfer=pair.transfer, trace=iterations.append, watch=watch)
     cluster.run()
     return simulated_steps(iterations, 0), simulated_steps(iterations, 1)
-
-
-def replace_pull(request: Request) -> Request:
-    request.pull = True
-    return request

@@ -55,12 +55,12 @@ def vllm_pulls(
 
 
 def simulated_pulls(
-    config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer], *, exact: bool = False
+    config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer]
 ) -> tuple[Step, ...]:
     """The simulated engine's steps, jumping where it can. Writes the requests."""
     iterations: list[Iteration] = []
     ahead = config.async_scheduling
-    engine = SimEngine(config, AffineCost(1), exact=exact, trace=iterations.append, defers=ahead)
+    engine = SimEngine(config, AffineCost(1), trace=iterations.append, defers=ahead)
     finished: dict[int, list[int]] = {}
     ends: dict[Request, int] = {}
     alarms = alarms_of(requests)
@@ -73,15 +73,10 @@ def simulated_pulls(
             engine.pull_ended(request, now, "the link was lost" if transfers[request.number].fails else None)
         while alarms and alarms[0][0] <= now:
             _, arrives, _, request = alarms.pop(0)
-            if arrives:
-                engine.submit(request, now)
-            else:
-                engine.cancel(request, now)
+            (engine.submit if arrives else engine.cancel)(request, now)
         if not engine.busy:
             engine.plan(now)
-            failed = sorted(request.number for request in engine.ended)
-            finished.setdefault(now, []).extend(failed)
-            for request, _ in engine.pulls:
-                ends[request] = now + transfers[request.number].ticks
+            finished.setdefault(now, []).extend(sorted(request.number for request in engine.ended))
+            ends |= {request: now + transfers[request.number].ticks for request, _ in engine.pulls}
     assert engine.pool.held == 0
     return simulated_steps(iterations, finished={} if ahead else finished)

@@ -8,11 +8,10 @@ had, how many blocks are free, and who finishes in which order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import zip_longest
-from typing import Literal, get_args
 
 from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps, vllm_schedule
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks
@@ -33,12 +32,6 @@ from libra.sim.workload.requests import Requests
 CASE = "schedule, simulated and vLLM's"
 _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow that turns of a session overlap
 
-Pairs = Literal["pd", "pd-async", "pd-fails", "pd-fails-async", "pd-drafts", "pd-tiers"]
-Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
-Tiers = Literal["tiers", "tiers-async", "tiers-drafts"]
-Pulls = Literal["pull", "pull-async", "both"]
-Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", "hybrid", "hybrid-async", Groups, Tiers]
-
 
 @dataclass(frozen=True, slots=True)
 class Compared:
@@ -46,56 +39,54 @@ class Compared:
 
     cases: int
     equal: int
-    counts: Counter[str]
+    counts: Mapping[str, int]
     difference: str | None  # the first one, for a reader
 
 
-def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
+def case_of(kind: str, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
     """The random case of a seed, with one engine."""
     config, requests = async_case(seed) if kind.endswith("async") else random_case(seed)
     if kind.startswith("hybrid"):
         config = with_groups(config, seed)
-    return with_drafts(config, seed) if kind in ("drafts", "drafts-async") else config, requests
+    return with_drafts(config, seed) if kind.startswith("drafts") else config, requests
 
 
-def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
+def compare(seeds: Iterable[int], kind: str = "sync") -> Iterator[Compared]:
     """Compare the cases of these seeds lazily; each takes a few tens of milliseconds."""
     for seed in seeds:
         config, requests, ours, theirs = _schedules(kind, seed)
         wanted = [step for steps in theirs for step in steps]
         differences = (difference(mine, its) for mine, its in zip(ours, theirs, strict=True))
         found = next((it for it in differences if it is not None), None)
-        counts = Counter(
-            {
-                "steps": len(wanted),
-                "tokens scheduled": sum(tokens for step in wanted for _, tokens in step.scheduled),
-                "preemptions": sum(len(step.preempted) for step in wanted),
-                "prefix cache hits": sum(1 for step in wanted for _, tokens in step.cached if tokens),
-                "cancelled requests": sum(request.status == "cancelled" for request in requests),
-                "workloads with priorities": int(config.policy == "priority"),
-            }
-        )
-        yield Compared(
-            1, int(found is None), counts, None if found is None else f"seed {seed} ({_told(config)}), {found}"
-        )
+        counts = {
+            "steps": len(wanted),
+            "tokens scheduled": sum(tokens for step in wanted for _, tokens in step.scheduled),
+            "preemptions": sum(len(step.preempted) for step in wanted),
+            "prefix cache hits": sum(1 for step in wanted for _, tokens in step.cached if tokens),
+            "cancelled requests": sum(request.status == "cancelled" for request in requests),
+            "workloads with priorities": int(config.policy == "priority"),
+        }
+        settings = ", ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+        told = None if found is None else f"seed {seed} ({settings}), {found}"
+        yield Compared(1, int(found is None), counts, told)
 
 
 def _schedules(
-    kind: Kind, seed: int
+    kind: str, seed: int
 ) -> tuple[EngineConfig, Sequence[Request], Sequence[Sequence[Step]], Sequence[Sequence[Step]]]:
     """An engine, the requests as they were simulated, and the steps of each engine: simulated, and vLLM's."""
-    ahead, drafts = kind.endswith("-async"), "drafts" in kind
-    if kind in get_args(Pulls):
+    ahead, drafts, family = kind.endswith("-async"), "drafts" in kind, kind.partition("-")[0]
+    if family in ("pull", "both"):
         pulls = partial(random_pulls, seed, drafts=kind == "both", ahead=ahead)
         config, requests, transfers = pulls()
         return config, requests, [simulated_pulls(config, requests, transfers)], [vllm_pulls(*pulls())]
-    if kind in get_args(Pairs):
+    if family == "pd":
         tier, fails = kind == "pd-tiers", kind.startswith("pd-fails")
         ahead = seed % 2 == 1 if tier else ahead or drafts
         pairs = partial(random_pair, seed, ahead=ahead, drafts=drafts, tier=tier, fails=fails)
         pair, requests = pairs()
         return pair.decode, requests, simulated_pair(pair, requests), vllm_pair(*pairs())
-    if kind in get_args(Tiers):
+    if family == "tiers":
         tiers = partial(random_tier, seed, ahead=seed % 2 == 1 if drafts else ahead, drafts=drafts)
         case, requests = tiers()
         iterations: list[Iteration] = []
@@ -106,7 +97,7 @@ def _schedules(
                 raise
             return _schedules(kind, seed + _OVERLAPPED)
         return case.config, requests, [simulated_steps(iterations)], [vllm_tier(*tiers())]
-    if kind in get_args(Groups):
+    if family == "dp":
         groups = partial(random_ranks, seed, ahead=ahead, drafts=drafts)
         ranks, requests = groups()
         return ranks.config, requests, simulated_ranks(ranks, requests), vllm_ranks(*groups())
@@ -174,8 +165,3 @@ class _Ended(Requests):
     def finished(self, request: Request, now: int) -> None:
         if request.status == "finished":
             self.finished_at.setdefault(now, []).append(request.number)
-
-
-def _told(config: EngineConfig) -> str:
-    settings = (f"{field.name}={getattr(config, field.name)}" for field in fields(config))
-    return ", ".join(settings)

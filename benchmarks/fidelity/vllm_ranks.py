@@ -21,7 +21,6 @@ from unittest.mock import patch
 from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import DPEngineCoreProc
-from vllm.v1.outputs import ModelRunnerOutput
 
 from benchmarks.fidelity.clocked import alarms_of
 from benchmarks.fidelity.groups import Ranks, step_ticks
@@ -108,7 +107,13 @@ class _Core(DPEngineCoreProc):  # type: ignore[misc]
         self.batch_queue_size = 2 if ahead else 1
         self.batch_queue: deque[Any] | None = deque(maxlen=self.batch_queue_size) if ahead else None
         self.step_fn = self.step_with_batch_queue if ahead else self.step
-        self.model_executor: Any = _Executor(self)
+        self._result = SimpleNamespace(result=self.engine.compute_oldest)  # it is there when it is waited for
+        self.model_executor: Any = SimpleNamespace(
+            is_sleeping=False,
+            execute_model=self._execute,
+            sample_tokens=lambda grammar, non_block: self._result,
+            execute_dummy_batch=lambda: None,
+        )
         self.dp_sync_interval = ranks.sync_interval
         self.prefill_schedule_interval = 0
         self.step_counter = self.current_wave = self.dp_rank = 0
@@ -120,9 +125,8 @@ class _Core(DPEngineCoreProc):  # type: ignore[misc]
         self.async_scheduling = ahead
         self.enable_fault_tolerance = False
         self._weight_version: Any = None
-        self.vllm_config: Any = SimpleNamespace(
-            observability_config=SimpleNamespace(enable_logging_iteration_details=False)
-        )
+        observed = SimpleNamespace(enable_logging_iteration_details=False)
+        self.vllm_config: Any = SimpleNamespace(observability_config=observed)
 
     def go(self, now: int, to_rest: bool) -> None:
         """Pass the loop, once or until there is nothing to do; what it decides begins now."""
@@ -157,37 +161,11 @@ class _Core(DPEngineCoreProc):  # type: ignore[misc]
         self.unfinished = local_unfinished
         return True
 
-    def execute(self, output: SchedulerOutput) -> None:
+    def _execute(self, output: SchedulerOutput, non_block: bool) -> SimpleNamespace:
         """Note the iteration that has been scheduled."""
         step = self.engine.scheduled(output)
         if step.scheduled:
             self.rows = [tokens for _, tokens in step.scheduled]
         if step.scheduled or step.preempted:
             self.steps.append(replace(step, time=self._now))
-
-
-class _Executor:
-    """Runs nothing: results are there when they are waited for."""
-
-    is_sleeping = False
-
-    def __init__(self, core: _Core) -> None:
-        self._core = core
-
-    def execute_model(self, output: SchedulerOutput, non_block: bool) -> _Result:
-        self._core.execute(output)
-        return _Result(self._core.engine)
-
-    def sample_tokens(self, grammar: object, non_block: bool) -> _Result:
-        return _Result(self._core.engine)
-
-    def execute_dummy_batch(self) -> None:
-        """There is nothing that it would change."""
-
-
-class _Result:
-    def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
-
-    def result(self) -> ModelRunnerOutput:
-        return self._engine.compute_oldest()
+        return self._result

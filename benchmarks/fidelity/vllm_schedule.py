@@ -57,7 +57,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.fidelity.connectors import PullConnector, TierConnector, pull_config
+from benchmarks.fidelity.connectors import PullConnector, TierConnector
 from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
@@ -99,10 +99,6 @@ class VllmEngine:
         self._under_way: deque[tuple[SchedulerOutput, Step, dict[str, bool]]] = deque()
         self._most_under_way = 2 if config.async_scheduling else 1
         self._listen_for_preemptions()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._under_way) or self.unfinished
 
     @property
     def full(self) -> bool:
@@ -156,13 +152,12 @@ class VllmEngine:
         """Nothing happens to a request that is no longer there."""
         self.scheduler.finish_requests(name_of(number), RequestStatus.FINISHED_ABORTED)
 
-    def schedule(self) -> bool:
-        """Schedule a step. True: another one may be scheduled before this one has ended."""
+    def schedule(self) -> None:
+        """Schedule a step."""
         alone = not self._under_way and self.scheduler.connector is None
         step = self.scheduled(self.scheduler.schedule())
         if alone and not step.scheduled and not step.preempted:
             raise RuntimeError("vLLM scheduled nothing, with requests waiting: the driver is at fault")
-        return not self.full
 
     def scheduled(self, output: SchedulerOutput) -> Step:
         """Record a decision of the scheduler as a step under way."""
@@ -186,10 +181,10 @@ class VllmEngine:
         blocks = self.scheduler.kv_cache_manager.get_blocks(name_of(number)).blocks[0]
         return sum(block.block_hash is None for block in blocks)
 
-    def hear(self, transfers: KVConnectorOutput) -> tuple[int, ...]:
-        """Transfers that ended while no step was under way. Returns the requests that end with that."""
+    def hear(self, transfers: KVConnectorOutput) -> None:
+        """Transfers that ended while no step was under way."""
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=transfers)
-        return _ended(self.scheduler.update_from_output(SchedulerOutput.make_empty(), output))
+        self.scheduler.update_from_output(SchedulerOutput.make_empty(), output)
 
     def end_oldest(self, time: int, transfers: KVConnectorOutput | None = None) -> Step:
         """End the oldest step under way, which began at `time`; `transfers` are those that ended meanwhile."""
@@ -201,19 +196,14 @@ class VllmEngine:
     def compute_oldest(self, transfers: KVConnectorOutput | None = None) -> ModelRunnerOutput:
         """Take the oldest step from those under way, and return what a model would return for it."""
         output, step, samples = self._under_way.popleft()
-        self._computed = list(output.num_scheduled_tokens)
-        drafts = output.scheduled_spec_decode_tokens
-        names = self._computed
-        admitted = {number for number, _ in step.cached}
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[
-                self._sample(name, 0 if int(name) in admitted else len(drafts.get(name, ()))) if samples[name] else []
-                for name in names
-            ],
-            kv_connector_output=transfers,
-        )
+        self._computed = names = list(output.num_scheduled_tokens)
+        drafts, admitted = output.scheduled_spec_decode_tokens, {number for number, _ in step.cached}
+        sampled = [
+            self._sample(name, 0 if int(name) in admitted else len(drafts.get(name, ()))) if samples[name] else []
+            for name in names
+        ]
+        places = {name: index for index, name in enumerate(names)}
+        return ModelRunnerOutput(names, places, sampled_token_ids=sampled, kv_connector_output=transfers)
 
     def _sample(self, name: str, drafts: int) -> list[int]:
         """The next token of a request, and before it the drafts that are accepted. None comes of one that was given up,
@@ -306,15 +296,10 @@ def _cached(output: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
-    model = copy(_model_config())
+    model, cached = copy(_model_config()), config.enable_prefix_caching
     model.max_model_len = config.max_model_len
-    cache_config = CacheConfig(
-        block_size=config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        prefix_caching_hash_algo="sha256",
-    )
-    blocks = config.kv_blocks + 1  # one is vLLM's null block
-    cache_config.num_gpu_blocks = blocks
+    cache_config = CacheConfig(config.block_size, enable_prefix_caching=cached, prefix_caching_hash_algo="sha256")
+    cache_config.num_gpu_blocks = blocks = config.kv_blocks + 1  # one is vLLM's null block
     vllm_config = VllmConfig(
         model_config=model,
         cache_config=cache_config,
@@ -332,20 +317,10 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
         ),
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=_connector(config, kv_role),
-        speculative_config=None
-        if config.speculative is None
-        else SpeculativeConfig(
-            method="ngram",  # what others have besides is set below: it is told by a draft model, and there is none
-            num_speculative_tokens=config.speculative.num_speculative_tokens,
-            prompt_lookup_max=2,
-            target_model_config=model,
-            target_parallel_config=ParallelConfig(),
-        ),
+        speculative_config=_drafts(config, model),
     )
-    if config.speculative is not None:
-        vllm_config.speculative_config.method = config.speculative.method
     vllm_config.scheduler_config.async_scheduling = config.async_scheduling  # vLLM turns it off for a CPU
-    if config.enable_prefix_caching and any(group.kind == "state" for group in config.kv_groups):
+    if cached and any(group.kind == "state" for group in config.kv_groups):
         cache_config.mamba_cache_mode = "align"
     kv_cache_config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=_groups(config))
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -360,29 +335,37 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
     return scheduler
 
 
-def _connector(config: EngineConfig, kv_role: str | None) -> KVTransferConfig | None:
-    role = None if kv_role is None else pull_config(config, kv_role)
-    if not config.kv_tiers:
-        return role
-    tier = {
-        "kv_connector": TierConnector.__name__,
-        "kv_connector_module_path": TierConnector.__module__,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": _tier(config),
-    }
-    if role is None:
-        return KVTransferConfig(**tier)
-    first = {
-        "kv_connector": role.kv_connector,
-        "kv_connector_module_path": role.kv_connector_module_path,
-        "kv_role": role.kv_role,
-    }
-    return KVTransferConfig(
-        kv_connector=MultiConnector.__name__,
-        kv_role="kv_both",
-        kv_load_failure_policy=config.kv_load_failure_policy,
-        kv_connector_extra_config={"connectors": [first, tier]},
+def _drafts(config: EngineConfig, model: ModelConfig) -> SpeculativeConfig | None:
+    """What other methods than n-grams have besides is told by a draft model, and there is none."""
+    if (speculative := config.speculative) is None:
+        return None
+    made = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=speculative.num_speculative_tokens,
+        prompt_lookup_max=2,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
     )
+    made.method = speculative.method
+    return made
+
+
+def _connector(config: EngineConfig, kv_role: str | None) -> KVTransferConfig | None:
+    """A connector that pulls or keeps KV, one of the tier, or both."""
+    made, failure = [], {"kv_load_failure_policy": config.kv_load_failure_policy}
+    if kv_role is not None:
+        made.append(_made(PullConnector, kv_role))
+    if config.kv_tiers:
+        made.append(_made(TierConnector, "kv_both") | {"kv_connector_extra_config": _tier(config)})
+    if len(made) < 2:
+        return KVTransferConfig(**made[0], **failure) if made else None
+    both = {"kv_connector_extra_config": {"connectors": made}}
+    return KVTransferConfig(kv_connector=MultiConnector.__name__, kv_role="kv_both", **both, **failure)
+
+
+def _made(connector: type[Any], kv_role: str) -> dict[str, Any]:
+    kind = {"kv_connector": connector.__name__, "kv_connector_module_path": connector.__module__}
+    return {**kind, "kv_role": kv_role}
 
 
 def _tier(config: EngineConfig) -> dict[str, Any]:
@@ -428,21 +411,11 @@ def _model_config() -> ModelConfig:
     """Configuration of a model that exists only as such: the scheduler needs no more."""
     init_none_hash(sha256)
     with TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(
-            json.dumps(
-                {
-                    "architectures": ["LlamaForCausalLM"],
-                    "model_type": "llama",
-                    "hidden_size": 8,
-                    "intermediate_size": 8,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 1,
-                    "num_key_value_heads": 1,
-                    "vocab_size": 8,
-                    "max_position_embeddings": _LONGEST_CONTEXT,
-                }
-            )
-        )
+        eight = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
+        one = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        shape = {**kind, **eight, **one, "max_position_embeddings": _LONGEST_CONTEXT}
+        Path(directory, "config.json").write_text(json.dumps(shape))
         return ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32", enforce_eager=True)
 
 

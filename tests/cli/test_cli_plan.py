@@ -117,7 +117,7 @@ def test_plan_refuses_a_log_with_nothing_finished(tmp_path: Path) -> None:
 def test_plan_refuses_trajectories_longer_than_every_engine(tmp_path: Path) -> None:
     engines = {name: {**shape, "max_model_len": shape["max_model_len"] // 2} for name, shape in BASE["engines"].items()}
     config = write(tmp_path / "run.yaml", changed(engines=engines))
-    assert_refused(plan(config=config), "engines.long.max_model_len: it is 96, the largest, and ")
+    assert_refused(plan(config=config), "engines.long.max_model_len: the largest value is 96, but ")
 
 
 def test_plan_ends_with_3_when_no_plan_exists(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
     (
         "no Ray cluster there",
         changed(cluster={"launcher": "ray", "ray_address": "127.0.0.1:1"}),
-        "cluster.ray_address: nothing answers at 127.0.0.1:1 ([Errno 111] Connection refused); run libra on a node",
+        "cluster.ray_address: no Ray cluster answers at 127.0.0.1:1 ([Errno 111] Connection refused); run libra on",
     ),
     ("more workers than memory", slots(100_000), "cluster.slots: 100000 workers need about "),
     ("more slots than cores", changed(cluster={"share": 1000.0}), "or a smaller cluster.share"),

@@ -265,7 +265,7 @@ def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
     for rate, shown in ((1000, "1000"), (1e300, "1e+300")):
         impossible = libra(*asked, "--rate", rate, "--gpus", 1)
         assert impossible.exit_code == 3
-        assert f"{shown} requests/s need more than there is" in impossible.stderr
+        assert f"{shown} requests/s need more than the cluster or the limits allow" in impossible.stderr
 
 
 def test_a_plan_without_the_money_for_one_engine_is_refused_before_any_is_asked(menu: str) -> None:
@@ -273,7 +273,7 @@ def test_a_plan_without_the_money_for_one_engine_is_refused_before_any_is_asked(
     priced.write_text(priced.read_text() + "cost_per_hour: {h100: 2.5, l40s: 1}\n")
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--rate", 20, "--plan", "--budget", 0.9)
     assert result.exit_code == 3
-    assert "the menu has nothing so small: 1 x l40s tp1 " in result.stderr
+    assert "no engine of the menu fits: 1 x l40s tp1 " in result.stderr
     assert "costs 1 an hour, of 0.9; raise gpus or budget" in result.stderr
     assert "single engines simulated" not in result.stderr
 
@@ -284,7 +284,7 @@ def test_a_menu_with_more_shapes_than_can_be_looked_at_is_refused_at_once(tmp_pa
     menu.write_text(json.dumps(keys), encoding="utf-8")
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--rate", 20, "--gpus", 8)
     assert result.exit_code == 2
-    assert "the menu gives more than 2,000 shapes of engines: list fewer" in result.stderr
+    assert "the menu gives more than 2,000 engine settings: list fewer" in result.stderr
 
 
 @pytest.mark.parametrize("plan", [(), ("--plan",)])

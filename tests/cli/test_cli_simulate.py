@@ -295,7 +295,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     (
         "updates beyond what is counted",
         {**BASE, "weight_updates": {"every": 1e9, "times": 1, "pause": 1}},
-        ("weight_updates.every: 1e+09 seconds is more than 106 days away",),
+        ("weight_updates.every: 1e+09 seconds is longer than 106 days",),
     ),
     ("an unknown policy", {**BASE, "route": "random"}, ("route: policy is 'random'; choose one of round-robin",)),
     ("a policy of files", {**BASE, "route": "random"}, ("cmlfq, data-parallel",)),

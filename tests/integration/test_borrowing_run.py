@@ -154,7 +154,7 @@ def test_a_run_borrows_from_an_agent_that_comes_late_is_killed_and_comes_back(
         engine = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache": "2 MiB"}
         rollout = {"model": str(warmed), **engine}
         write_loan(tmp_path / "loan.yaml", ROOMY, tmp_path / "chat", rollout, device="device", quiet=0.2)
-        assert said("lends nothing yet, and is asked again: no agent answers") == 1
+        assert said("lends nothing yet, and is queried again: no agent answers") == 1
         first = agent(1)
         first.process.kill()
         first.process.wait()

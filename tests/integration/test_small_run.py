@@ -138,7 +138,7 @@ def test_a_run_whose_replicas_are_sharded_over_two_processes_survives_the_loss_o
     assert summary["finished"] and summary["lost_workers"] == ["hybrid-0"]
     assert summary["trajectories_started"] == summary["trajectories_trained"] == 20 * 16
     assert summary["logprob_gap"] < LOGPROB_GAP[small_runs.precision]
-    assert "process 1 of the replica is gone" in (small_runs.run_directory / "logs" / "hybrid-0.log").read_text()
+    assert "process 1 of the replica has ended" in (small_runs.run_directory / "logs" / "hybrid-0.log").read_text()
     assert (small_runs.run_directory / "model" / "model.safetensors").is_file()
 
 

@@ -58,7 +58,7 @@ def test_a_loan_that_pays() -> None:
 
 WHY_NOT: list[tuple[str, Menu, str]] = [
     ("too slow", menu(100.0), "no step would be shorter: it is "),
-    ("too little", menu(15.92), "-bound and would be 0.5 % shorter: too little to borrow for"),
+    ("too little", menu(15.92), "-bound and would be only 0.5 % shorter, which is not worth a loan"),
     ("too often away", menu(10.0, away=0.5), "5.00 s while engines are lent, but 10.50 s on average, as traffic may"),
     ("no option", replace(menu(10.0), problem=replace(menu(10.0).problem, engines=(OWN,)), lent=(),
      rejected=(Rejected(SHAPE, "lends nothing", "too busy"),)), "chat/tp1@0.8: too busy"),

@@ -120,8 +120,8 @@ async def test_an_agent_that_is_away_is_asked_until_it_lends(tmp_path: Path) -> 
             await lenders.change()  # and may be had again
             assert launcher.offers(4)
         assert lenders.told == [
-            f"{lenders.socket} lends nothing yet, and is asked again: no agent answers (No such file or directory)",
-            f"{lenders.socket} lends nothing yet, and is asked again: the engine is not ready yet; try again",
+            f"{lenders.socket} lends nothing yet, and is queried again: no agent answers (No such file or directory)",
+            f"{lenders.socket} lends nothing yet, and is queried again: the engine is not ready yet; try again",
         ]
 
 

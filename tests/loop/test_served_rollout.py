@@ -233,7 +233,7 @@ def test_an_environment_that_asks_for_nothing_fails(stage: Stage) -> None:
     async def idle(client: aiohttp.ClientSession, url: str) -> float:
         return 1.0
 
-    with pytest.raises(EpisodeFailedError, match="asked the model for nothing"):
+    with pytest.raises(EpisodeFailedError, match="made no request to the model"):
         stage.play(Played(idle))
 
 

@@ -102,7 +102,7 @@ REFUSED: list[tuple[str, Sequence[Trajectory], str]] = [
     (
         "too long",
         [trajectory(20), trajectory(193), trajectory(250), trajectory(192)],
-        "engines.long.max_model_len: it is 192, the largest, and 2 of the log's 4 trajectories hold more,"
+        "engines.long.max_model_len: the largest value is 192, but 2 of the log's 4 trajectories hold more,"
         " the longest 250 tokens: raise it to 250 at least",
     ),
     ("too long already", [trajectory(20), trajectory(300, finished=False)], "1 of the log's 2 trajectories hold more"),

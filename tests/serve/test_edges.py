@@ -302,7 +302,7 @@ def test_a_token_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: py
         os.chown(file, 65534, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    with pytest.raises(ValueError, match=r"belongs to user \d+, who knows the token"):
+    with pytest.raises(ValueError, match=r"belongs to user \d+, who can read the token"):
         read_token(file)
 
 

@@ -295,7 +295,7 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         question(recorded[::-1], limit)
     with pytest.raises(InfeasiblePlanError, match=r"1 x h100 tp2 .* needs 2 GPUs, of 1; raise gpus or budget"):
         answer(question(recorded, limit, gpus=1), ServingMenu(MenuFile(tensor_parallel_size=(2,))))
-    with pytest.raises(ValueError, match="no engine of the menu can be on this cluster: a pipeline is without drafts"):
+    with pytest.raises(ValueError, match="no engine of the menu fits this cluster: a pipeline has no drafts"):
         answer(
             question(recorded, limit),
             ServingMenu(MenuFile(pipeline_parallel_size=(2,), architectures=("prefill-decode",))),

@@ -25,7 +25,7 @@ _HEAD = 64  # width of the heads of the model that is trained
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Amount of work of each measurement. It should exceed the caches, and take much longer than its launch."""
+    """Amount of work of each measurement, which should exceed the caches and take much longer than its launch."""
 
     products: tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs of linear layers that arithmetic bounds
     weights: tuple[int, int]  # inputs, outputs of a linear layer over one token, which memory bounds
@@ -85,7 +85,7 @@ CPU_SIZES = Sizes(
 
 
 def calibrate_device(device: str | None = None, sizes: Sizes | None = None) -> Calibration:
-    """Measure `device`, "cuda" or "cpu"; by default the current CUDA device, or the CPU where there is none.
+    """Measure `device`, "cuda" or "cpu"; by default the current CUDA device, or the CPU without one.
 
     Raises ValueError for a device that torch does not have. Takes up to a minute on a GPU, 20 s on two CPU cores.
     """

@@ -38,7 +38,7 @@ class ChatFormat:
     """Text, tokens and messages of one model. `stop_token` ends each of its turns."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError if the model cannot chat."""
+        """Read the format of a model. Raises ConfigError if the model cannot chat."""
         from transformers import PreTrainedTokenizerFast  # only served episodes need it, and it takes most of a second
 
         try:
@@ -105,7 +105,7 @@ def _call(function: Mapping[str, Any]) -> Message:
 
 
 def _told(message: Message) -> Message:
-    """A message as templates read it: text instead of parts, arguments of calls as an object."""
+    """A message in the form that templates expect: text instead of parts, arguments of calls as an object."""
     told = dict(message)
     content = told.get("content")
     if isinstance(content, list):

@@ -58,7 +58,7 @@ CPU = SlotDevice()
 
 
 def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that this process may use; none without a driver. Raises `DeviceError`."""
+    """The GPUs that this process may use; empty without a driver. Raises `DeviceError`."""
     if shutil.which(_TOOL, path=environment.get("PATH")) is None:
         return ()
     users: dict[str, list[int]] = {}
@@ -89,7 +89,7 @@ def run_gpus(cluster: ClusterConfig) -> tuple[Gpu, ...]:
 
 
 def slot_devices(cluster: ClusterConfig) -> tuple[SlotDevice, ...]:
-    """The device of each slot of this machine; empty where slots are CPU slots. Raises `ConfigError`."""
+    """The device of each slot of this machine; empty for CPU slots. Raises `ConfigError`."""
     gpus = run_gpus(cluster)
     if not gpus:
         return ()
@@ -173,7 +173,7 @@ def _query(what: str, environment: Mapping[str, str]) -> list[list[str]]:
 
 
 def _visible(gpus: Sequence[Gpu], named: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, by index or by the beginning of their UUID; None: all."""
+    """The GPUs that CUDA_VISIBLE_DEVICES lists, by index or by the start of their UUID; None: all GPUs."""
     if named is None:
         return list(gpus)
     names = [name.strip() for name in named.split(",") if name.strip()]

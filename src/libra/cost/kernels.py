@@ -37,7 +37,9 @@ class KernelTerms:
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"KernelTerms.{field.name} is {value}; give a finite number, 0 or more")
         if self.shared >= 1:
-            raise ValueError(f"KernelTerms.shared is {self.shared}; a token costs time to read, so give less than 1")
+            raise ValueError(
+                f"KernelTerms.shared is {self.shared}; give less than 1, because reading a token takes time"
+            )
 
     def slowed(self, factor: float) -> KernelTerms:
         """The terms of kernels that take `factor` times as long. Only `longest` changes, since the other terms are

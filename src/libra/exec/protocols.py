@@ -76,7 +76,7 @@ class ProcessController(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End all in order."""
+        """End all workers in order."""
         ...
 
 

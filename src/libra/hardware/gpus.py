@@ -274,7 +274,9 @@ _L40S_KERNELS = replace(
 
 
 def _unmeasured(gpu: GPU) -> KernelRates:
-    """Rates from the average shares of their data sheets that H100 and H200 reach, with the fixed times of H100."""
+    """Rates of a GPU without measurements: the data sheet's rates times the average share that H100 and H200 reach of
+    theirs,
+    """
     return replace(
         _H100_KERNELS,
         linear_flops=0.78 * gpu.flops,

@@ -1,6 +1,6 @@
-"""Lending: the time and memory that serving engines can spare for rollouts, and the bound that it keeps.
+"""Lending of serving engines' time and memory to rollouts, within a proven latency bound.
 
-The modules here and `traffic` are pure rules: no clock, no files, no processes. Simulator and executor use the same
-objects: `sim` is lending in simulated time, `backend` on real devices, with `records`, `pages` and `cli` of both. The
-core knows none of them; it finds what `offers` names.
+The modules here and in `traffic` are pure rules without clock, files or processes, for simulator and executor. `sim`
+lends in simulated time, `backend` on real devices; `records`, `pages` and `cli` serve both. The core does not import
+this package; it finds the additions that `offers` lists.
 """

@@ -1,4 +1,4 @@
-"""Certificates: the proven loan of a lender, the only figure that a planner may count on.
+"""Certificates: the proven loan of a lender, the only loan that a planner may use.
 
 Invariant: a certificate holds for one model on one kind of device under one SLO, and for loads inside its envelope.
 """
@@ -38,7 +38,9 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A replay of `traffic`, in which a borrower that spends every grant to its end cost no request its SLO."""
+    """The result of a replay of `traffic`, in which a borrower that uses every grant to its end makes no request miss
+    its SLO.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -77,8 +79,9 @@ class Certificate:
         return min(self.rate, self.envelope.rate)
 
     def share_at(self, rate: float) -> float:
-        """Share of the device that is lent at `rate`; 0 above `covered`. Between two certified rates it is that of the
-        higher one, since load reduces harvest."""
+        """Share of the device that is lent at `rate`; 0 above `covered`. Between two certified rates, the share at the
+        higher rate, since load reduces the lent share.
+        """
         if rate > self.covered:
             return 0.0
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
@@ -125,7 +128,7 @@ def certificate_json(certificate: Certificate) -> str:
 
 
 def load_certificate(path: Path) -> Certificate:
-    """Raises `ConfigError` naming the file and the field."""
+    """Read a certificate. Raises `ConfigError` that names the file and the field."""
     try:
         certificate = _certificates().validate_json(read_input(path), strict=True)
         if beyond_floats(asdict(certificate)):
@@ -142,5 +145,5 @@ def load_certificate(path: Path) -> Certificate:
 
 
 def best(certificates: Sequence[Certificate], rate: float) -> Certificate:
-    """The certificate that lends most at `rate`; among equals, the one with the lower `use`."""
+    """The certificate that lends most at `rate`; among equals, the certificate with the lowest `use`."""
     return max(certificates, key=lambda it: (it.share_at(rate), -it.use))

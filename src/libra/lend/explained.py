@@ -1,7 +1,7 @@
 """The value of each serving pool to a plan: the problem solved again without the pool.
 
-Invariant: a pool that lends nothing has a reason: nothing there can be counted on, it would not help, or it is away too
-often. Without lenders there is always a plan, as some of the plan's own engines hold every context.
+Invariant: every pool without a loan has a reason: no certified time, no gain, or too many recalls. Without lenders
+there is always a plan, since own engines hold every context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from libra.plan.problem import Pool
 
 
 def lender_views(menu: Menu, allocation: Allocation) -> Iterator[LenderView]:
-    """One for each pool of the menu that serves; `allocation` fits the menu's problem."""
+    """A view for each serving pool of the menu; `allocation` fits the menu's problem."""
     for pool in menu.problem.pools:
         if pool.serves:
             yield _view(menu, allocation, pool)
@@ -58,7 +58,9 @@ def _why_not(menu: Menu, allocation: Allocation, pool: Pool, lends: bool) -> str
         return f"no step would be shorter: it is {mine.bottleneck}-bound"
     gain = 1 - price(menu.problem, best).step / mine.step
     if gain < LEAST_GAIN:
-        return f"a step is {mine.bottleneck}-bound and would be {100 * gain:.2g} % shorter: too little to borrow for"
+        return (
+            f"a step is {mine.bottleneck}-bound and would be only {100 * gain:.2g} % shorter, which is not worth a loan"
+        )
     return (
         f"a step would take {price(menu.problem, best).step:,.2f} s while engines are lent, but"
         f" {expected(cases, best).step:,.2f} s on average, as traffic may take them all away; without them it takes"

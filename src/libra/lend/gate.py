@@ -1,7 +1,7 @@
 """The gate: when a rollout may use a device that serves, and for how long.
 
-Invariant: if serving steps take at most C and grants of at most B are kept, a request's tokens after its first are
-never late, and its first comes within `ttft_bound`. The proof is in docs/lending.md.
+Invariant: if serving steps take at most C and grants end within at most B, a request's tokens after its first are never
+late, and its first token comes within `ttft_bound`. The proof is in docs/lending.md.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ServingCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The device until `expires`: serving does not wait for a borrower that holds it longer."""
+    """Permission to use the device until `expires`; serving does not wait longer for a borrower."""
 
     expires: float
     length: float
@@ -89,9 +89,11 @@ class SharingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Grants b <= B if no request waits for its first token (that slack is owed to requests that may still come), and a
-    serving step of the longest kind after the grant still ends before the next token is due. If such a step takes
-    longer than the pace, steps may miss their due times, and nothing is granted while a token is due."""
+    """Grants b <= B under two conditions. No request waits for its first token, since this slack is reserved for
+    requests that may still arrive. After the grant, a serving step of the longest kind still ends before the next token
+    is due. If such a step takes longer than the pace, steps may miss their due times, so the gate grants nothing while
+    a token is due.
+    """
 
     longest: float  # B, of a grant
     shortest: float  # below which a rollout step cannot do anything
@@ -121,9 +123,9 @@ def due(first_token: float, tokens: int, pace: float) -> float:
 def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -> float:
     """Time within which a request has its first token, by (ii) of docs/lending.md.
 
-    One grant and one step may be in progress when it arrives. No grant follows, and each step computes `prefill` of the
-    `queued` prompt tokens that wait, its own included, or all of them. `prefill` is the token budget of a step minus
-    one for each request that decodes. Raises ValueError if that leaves nothing.
+    One grant and one step may be in progress when the request arrives. No grant follows. Each step computes up to
+    `prefill` of the `queued` waiting prompt tokens, which include the request's own. `prefill` is the token budget of a
+    step minus one for each request that decodes. Raises ValueError if that leaves nothing.
     """
     if prefill < 1:
         raise ValueError(f"a step has room for {prefill} prompt tokens: raise max_num_batched_tokens over max_num_seqs")

@@ -1,7 +1,7 @@
 """Serving engines that lend: their certificates, and the expected traffic.
 
-Invariant: every certificate is of the engines' model and hardware, and of an SLO no laxer than theirs, so every figure
-used here is proven.
+Invariant: every certificate is for the engines' model and hardware, and for an SLO at least as strict as theirs, so all
+figures are proven.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Lender:
         return replace(self, rates=forecast.cases)
 
     def share(self, certificate: Certificate) -> float:
-        """Share of an engine's time that is lent while any is: the harmonic mean over the expected rates, since rollout
-        takes 1 / share as long. 0 if nothing is lent at any of them."""
+        """Share of an engine's time that is lent while lending is possible: the harmonic mean over the expected rates,
+        since rollout takes 1 / share as long. 0 if nothing is lent at any rate.
+        """
         lent = [share for rate in self.rates if (share := certificate.share_at(rate)) > 0]
         return len(lent) / math.fsum(1 / share for share in lent) if lent else 0.0
 
@@ -85,8 +86,9 @@ def make_lender(
     rates: Sequence[float],
     period: float,
 ) -> Lender:
-    """The lender that a serving pool's terms describe. `certificates` have the names of their files; `rates` are totals
-    over its engines. Raises ValueError naming the key under `lends`."""
+    """The lender for the terms of a serving pool. `certificates` are by file name; `rates` are totals over its engines.
+    Raises ValueError that names the key under `lends`.
+    """
     terms = pool.lends
     if not isinstance(terms, LoanTerms):
         raise ValueError(f"pool {pool.name} has no lends; add its model and certificates")
@@ -101,7 +103,7 @@ def make_lender(
     ordered = sorted((certificate for _, certificate in certificates), key=lambda it: it.use)
     for low, high in pairwise(ordered):
         if low.use == high.use:
-            raise ValueError(f"certificates: two have use {low.use:g}; keep the one of the later traffic")
+            raise ValueError(f"certificates: two have use {low.use:g}; keep the certificate with the later traffic")
     engines = pool.nodes.devices // terms.tensor_parallel_size
     return Lender(
         pool.name,

@@ -1,8 +1,9 @@
 """The quota of a device's KV memory that is lent, and its return.
 
-Invariant: serving is never refused memory that rollout has. Rollout (`KVQuota`) leaves it a reserve and returns memory
-at once, by halves. It gets more only after a training step and a quiet time, so memory does not swing with every burst.
-Serving (`ceded`) always takes the memory that it needs, beyond the reserve even before rollout has released it.
+Invariant: serving always gets the memory that it needs, also if rollout has it. Rollout (`KVQuota`) leaves a reserve to
+serving, and returns memory at once, by halves. Rollout gets more memory only after a training step and a quiet time, so
+its memory does not change with every burst. Serving (`ceded`) always takes what it needs; beyond the reserve, even
+before rollout has released it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class KVQuota:
 
     @property
     def asked(self) -> int:
-        """Bytes that serving should cede. Rollout sends this number once it has complied with the last answer."""
+        """Bytes that serving should cede. Rollout sends this number after it has applied the last answer."""
         return max(0, self.lent - self.limits.beside)
 
     def observe(self, serving: KVView, now: float) -> int:
@@ -99,8 +100,8 @@ class KVQuota:
 def ceded(now: int, *, asked: int, held: int, free: int, wanted: int, reserve: int) -> int:
     """Memory that serving leaves to rollout from its next step on, in the unit of the arguments.
 
-    `now` is the present amount. Rollout requests `asked` and still has `held`. Of the rest, no request uses `free`;
-    requests may take `wanted` of that in the next step.
+    `now` is the present amount. Rollout requests `asked` and still has `held`. No request uses the `free` part of
+    serving's memory, of which requests may take `wanted` in the next step.
     """
     if wanted > free:
         return max(0, now - (wanted - free))

@@ -1,7 +1,7 @@
 """Recall of a loan, and its return.
 
-Invariant: outside its envelope nothing is lent from the next step on, and each recall soon after a return doubles the
-next quiet time.
+Invariant: while the load is outside the envelope, nothing is lent from the next step on. Each recall soon after a
+return doubles the next quiet time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Recall:
         return float("inf") if self._calm_since is None else self._calm_since + self._quiet
 
     def observe(self, breach: str | None, now: float) -> str | None:
-        """`breach` describes how the load leaves the envelope; None: it does not. Returns the reason for recalling the
-        loan, or None if it is lent."""
+        """Observe the load. `breach` describes how it leaves the envelope; None if it is inside. Returns the reason for
+        the recall, or None while the device is lent.
+        """
         if breach is not None:
             if self.recalled is None:
                 self.recalls += 1

@@ -1,4 +1,4 @@
-"""Other rules for sharing a device, for comparison with the gate. None of them keeps a bound."""
+"""Baseline rules for sharing a device, without a latency bound, for comparison with the gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libra.lend.gate import Grant, Refusal, ServingCost, ServingView
 
 @dataclass(frozen=True, slots=True)
 class NoLending:
-    """Serving alone."""
+    """Rollout never gets the device."""
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
         return Refusal("owner")

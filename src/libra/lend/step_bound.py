@@ -1,8 +1,8 @@
 """Upper bound on the time of a step, from the times of recent steps.
 
-Invariant: a wrong prediction costs harvest, never the SLO. The bound is the prediction times a ratio of actual to
-predicted time of recent steps. At most the share `missed` of the coming steps exceeds that ratio, if they resemble the
-recent ones.
+Invariant: a wrong prediction reduces the lent time, but never causes a missed SLO. The bound is the prediction times a
+ratio of actual to predicted time of recent steps. At most the share `missed` of the coming steps exceeds that ratio, if
+they resemble the recent ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Devices that a run borrows: the seam at which lending adds workers to a session."""
+"""Interface through which lending adds borrowed devices to a session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RunBorrowing(Protocol):
 
     @property
     def agents(self) -> AgentLauncher | None:
-        """A launcher whose last slots belong to agents; None: no agent lends."""
+        """A launcher whose last slots belong to agents; None without agents."""
         ...
 
     def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:

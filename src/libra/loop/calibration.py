@@ -1,7 +1,7 @@
-"""Costs of a run's workers: measured once, and kept for the next run.
+"""Costs of a run's workers, measured once and cached for later runs.
 
-Invariant: a cached profile is used only if everything that its numbers depend on is unchanged: machine, model, layout
-of the run, libraries, and the timed code.
+Invariant: a cached profile is used only if machine, model, layout of the run, libraries and the timed code are
+unchanged.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def profile_path(key: str) -> Path:
 
 
 def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]) -> DeviceProfile | None:
-    """Costs of this machine's workers, from the user's file or an earlier run here; None: they must be measured."""
+    """Costs of this machine's workers, from the user's file or an earlier run; None if they must be measured."""
     if calibration is not None:
         return load_profile(calibration)
     path = profile_path(key)
@@ -81,8 +81,9 @@ def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]
 async def measured_profile(
     key: str, config: RunConfig, hardware: str, executor: RunExecutor, recovery: Recovery, say: Callable[[str], None]
 ) -> DeviceProfile:
-    """Measure the workers as they will run, and cache the costs; engines hand KV over from now on if that pays. Raises
-    `DiskError`."""
+    """Measure the workers under the run's conditions, and cache the costs. From now on, engines transfer KV if this
+    pays. Raises `DiskError`.
+    """
     engines, trajectories = config.engines, config.training.trajectories
     fleet, began = executor.processes.fleet, time.monotonic()
     profile = await recovery.attempts("measuring", lambda: measure(executor, engines, trajectories, hardware, key))

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: weights, optimiser and the controller's own state, as of one step.
+"""Checkpoints of a run: weights, optimiser and the controller's state at one step.
 
 Invariant: a checkpoint directory with its final name is complete, on disk, and was read back. The newest two are kept,
-so a run can continue from the one before a damaged one.
+so that a run can continue from the older one if the newest is damaged.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ _KEPT = 2  # checkpoints: if the newest is damaged, a run continues from the one
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The controller's side of a checkpoint. It covers the episodes finished by then; the groups in progress are in the
-    files of episodes."""
+    """The controller's part of a checkpoint. It covers the finished episodes; the groups in progress are in the files
+    of episodes.
+    """
 
     step: int
     seconds: float  # of the reinforcement learning so far
@@ -71,8 +72,9 @@ class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -> Path:
-    """Write `checkpoint-<step>`, read it back, and drop all older ones but the last. Raises `DiskError`, leaving the
-    earlier checkpoints."""
+    """Write `checkpoint-<step>`, read it back, and delete all older checkpoints except the previous one. Raises
+    `DiskError`, and then keeps the earlier checkpoints.
+    """
     target = directory / f"checkpoint-{state.step}"
     part = directory / f"{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -121,7 +123,7 @@ def _newest(directory: Path, contents: bool) -> tuple[Path, RunState, dict[Path,
 
 
 def _read_checkpoint(path: Path, contents: bool) -> RunState:
-    """Raises `ManifestError` or `RecordFormatError` if it is damaged."""
+    """Read a checkpoint. Raises `ManifestError` or `RecordFormatError` if it is damaged."""
     check_manifest(path, _STATE, contents=contents)
     where = str(path / _STATE)
     try:
@@ -195,8 +197,9 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def check_kinds(directory: Path) -> None:
-    """Check that each name in a run directory has the kind that a run gives it: opening something else could wait for
-    ever, or write elsewhere. Raises `ConfigError`."""
+    """Check that each name in a run directory is a regular file or a directory, as a run creates it. Opening other
+    kinds could block for ever, or write elsewhere. Raises `ConfigError`.
+    """
     for path in directory.iterdir():
         if path.suffix in (".jsonl", ".json", ".html") and not stat.S_ISREG(path.lstat().st_mode):
             raise ConfigError(f"name: {path} is not a regular file; remove it, or start again with --overwrite")
@@ -207,10 +210,13 @@ def check_kinds(directory: Path) -> None:
 def allocation_in_force(
     before: JournalReplay, workers: Sequence[Worker], holds: Mapping[str, int]
 ) -> Allocation | None:
-    """Last duties of the workers, in the buckets in force; `holds` are the tokens that each shape holds. A lost slot
-    gets its last duty again. An engine whose shape has no bucket any more serves the longest contexts. All engines on
-    lent devices are in their bucket, if there was one, recalled or not. None if workers or engines have changed, or no
-    engine holds the longest contexts."""
+    """The allocation of the workers' last duties, in the buckets in force; `holds` gives the tokens that each shape
+    holds.
+
+    A lost slot gets its last duty again. An engine whose shape no longer has a bucket serves the longest contexts.
+    Engines on lent devices are in their bucket, if there was one, even if recalled. None if workers or engines have
+    changed, or if no engine holds the longest contexts.
+    """
     engines = {duty.shape for duty in before.worked.values() if duty.shape is not None}
     own = {worker.id for worker in workers if worker.lent is None}
     if not own <= set(before.worked) <= {worker.id for worker in workers} or not engines <= set(holds):

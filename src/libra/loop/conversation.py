@@ -1,7 +1,7 @@
 """The requests of one served episode, as contexts that grow turn by turn.
 
-Invariant: a request whose text begins with all of a context continues it, token for token as it was sampled; any
-other begins a context of its own. So no sampled token is encoded again.
+Invariant: a request whose text begins with a whole context continues this context, with the sampled tokens. Any other
+request begins a new context. So no sampled token is encoded again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Conversation:
         return await asyncio.shield(task)
 
     async def finish(self, reward: float) -> Episode | None:
-        """The episode, once no turn is under way. None: it had no turn. Raises what a turn has raised."""
+        """The episode, when no turn is in progress; None if it had no turn. Raises the exception of a failed turn."""
         await asyncio.gather(*self._under_way, return_exceptions=True)
         if self.broken is not None:
             raise self.broken
@@ -130,12 +130,12 @@ class Conversation:
         return Reply(message, prompt, len(sampled), ending)
 
     def _context(self, text: str) -> _Context:
-        """The longest one that `text` continues, or a new one."""
+        """The longest context that `text` continues, or a new context."""
         found = [each for each in self._contexts if each.turn and not each.busy and text.startswith(each.text)]
         return max(found, key=lambda each: len(each.text), default=None) or _Context(self.begin(len(self._contexts)))
 
     def _returned(self, context: _Context, messages: Sequence[Message], given: int) -> ToolReturn | None:
-        """The return of a tool, or of anybody else, since the last turn of a context. `given`: its tokens."""
+        """The return of a tool or of another participant since the last turn of a context; `given` is its tokens."""
         draft = context.draft
         if not context.turn:
             draft.prompt_tokens = given

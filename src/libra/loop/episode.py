@@ -1,6 +1,6 @@
-"""Episodes that are wanted and finished ones, and the protocol of what makes them.
+"""Requested and finished episodes, and the interface of their makers.
 
-Invariant: the token lists of an episode have one entry per token, as it was given or sampled.
+Invariant: the token lists of an episode have one entry per given or sampled token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from libra.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """An episode that is wanted."""
+    """A requested episode."""
 
     id: str
     prompt: Prompt
@@ -27,7 +27,7 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished trajectory and the tokens it is made of. The four lists have one entry per token."""
+    """A finished trajectory with its tokens. The four lists have one entry per token."""
 
     trajectory: Trajectory
     tokens: list[int]

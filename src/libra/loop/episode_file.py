@@ -1,4 +1,4 @@
-"""Finished episodes on disk, and the step that trained on each, for a resumed run to continue from.
+"""Finished episodes on disk, and the step that trained on each, for resuming a run.
 
 Invariant: the files record, in order, the start version of each group, the tokens, log-probs and versions of each
 finished episode, and the groups of each batch. An episode is written before it counts, and a batch before it is trained
@@ -6,8 +6,8 @@ on. So the state of a run at its end follows from its checkpoint: the later batc
 episodes in the same order, and the remaining groups are in flight as before. An episode's version is always made by a
 batch before it.
 
-Every line goes to the operating system at once, so it outlives the controller; `sync`, once a step and off the event
-loop, makes it outlive the machine. The lines of a file are a chain of checksums. With every checkpoint a new segment
+Every line goes to the operating system at once, so it survives the controller; `sync`, once per step and off the event
+loop, makes it survive the machine. The lines of a file are a chain of checksums. With every checkpoint a new segment
 begins; when the checkpoint is complete, the segments that neither it nor the checkpoint before needs are deleted.
 """
 
@@ -98,7 +98,7 @@ class EpisodeFile:
     """Writes the files. Raises `DiskError` if it cannot."""
 
     def __init__(self, directory: Path, step: int, groups: Sequence[EpisodeGroup]) -> None:
-        """Continues the last file of the directory, or begins the first; `groups` are in flight."""
+        """Continue the last file of the directory, or begin the first; `groups` are in flight."""
         self._directory = directory
         segments = _segments(directory)
         if segments and _is_empty(self._path(segments[-1])):  # it was cut off before its first line was whole
@@ -113,7 +113,7 @@ class EpisodeFile:
             self._append(_Segment(step, ()))
 
     def started(self, group: int, version: int) -> None:
-        """A group starts while engines hold `version`."""
+        """Record that a group starts while engines hold `version`."""
         self._started_in[group] = (version, self._number)
         self._append(_Started(group, version))
 
@@ -121,7 +121,7 @@ class EpisodeFile:
         self._append(_Finished(group, index, episode))
 
     def taken(self, version: int, groups: Sequence[int]) -> None:
-        """The batch that makes `version` takes these groups."""
+        """Record that the batch for `version` takes these groups."""
         self._append(_Taken(version, tuple(groups)))
         for group in groups:
             del self._started_in[group]
@@ -149,7 +149,7 @@ class EpisodeFile:
         self._needed_before = self._needed
 
     async def sync(self) -> None:
-        """Everything written so far is on disk when this returns."""
+        """Force all lines written so far to disk."""
         older, self._unsynced = self._unsynced, []
         await asyncio.to_thread(_sync, [*older, self._file])
         for file in older:

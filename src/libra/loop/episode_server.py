@@ -1,7 +1,8 @@
 """OpenAI's chat API on this machine, for the environments that play the episodes of a run.
 
-Invariant: a request is answered only with the token of the run, and only while its episode is played. Sampling is the
-run's: temperature and the like of a request are not used, and what would need another sampling is refused.
+Invariant: a request is answered only with the token of the run, and only while its episode is being played. The run
+determines sampling: a request's temperature and similar fields are ignored, and fields that need other sampling are
+refused.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _body = msgspec.json.Decoder(_Body)
 
 
 class EpisodeServer:
-    """Answers for the episodes that are seated."""
+    """Server of the chat API for the episodes in progress."""
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
@@ -97,7 +98,7 @@ async def _models(_: web.Request) -> web.Response:
 
 
 def _asked(body: _Body) -> ChatRequest:
-    """Raises ValueError if a request needs what a run does not do."""
+    """The request for a completion. Raises ValueError if it needs a feature that a run does not support."""
     wanted = {
         "n": body.n not in (None, 1),
         "stop": bool(body.stop),
@@ -105,7 +106,7 @@ def _asked(body: _Body) -> ChatRequest:
         "response_format": body.response_format is not None and body.response_format.get("type") != "text",
     }
     if refused := [name for name, asked in wanted.items() if asked]:
-        raise ValueError(f"{', '.join(refused)}: not possible in an episode that is trained on; leave it out")
+        raise ValueError(f"{', '.join(refused)}: not supported in an episode for training; leave it out")
     if not body.messages:
         raise ValueError("messages is empty: send at least one")
     tools = None if body.tool_choice == "none" else body.tools
@@ -127,7 +128,7 @@ def _usage(reply: Reply) -> dict[str, int]:
 
 
 async def _streamed(request: web.Request, reply: Reply) -> web.StreamResponse:
-    """The whole turn as one event: it is parsed when it is over."""
+    """The whole turn as one event, since a turn is parsed at its end."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     head = _head("chat.completion.chunk")

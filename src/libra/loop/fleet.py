@@ -2,8 +2,8 @@
 
 Invariant: an engine is in service from the moment it holds weights until it is retired or lost; one that borrows from
 an agent is in service even before. It is in the view of a turn only while its weights are new enough for the turn.
-Every change of the fleet wakes all its waiters. An engine loads a version whole, from its own node's memory, or not at
-all. Weights lost with a node are published again, if a core replica still holds the same version.
+Every change of the fleet wakes all its waiters. An engine loads a complete version from its own node's memory, or none.
+Weights lost with a node are published again, if a core replica still holds the same version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ServingEngine:
 
 
 class ServingFleet:
-    """The engines in service. `handover` brings KV from one engine to another; None: engines recompute contexts."""
+    """The engines in service. `handover` transfers KV between engines; None: engines recompute contexts."""
 
     def __init__(self, policy: Policy, allocation: Allocation, handover: KVHandover | None = None) -> None:
         self.policy = policy
@@ -104,8 +104,9 @@ class ServingFleet:
         self._announce()
 
     def renewed(self) -> None:
-        """Announce that an engine in service has newer weights, or that its device is lent again or recalled: turns may
-        wait for that."""
+        """Announce that an engine in service has newer weights, or that its device is lent again or recalled, since
+        turns may wait for this.
+        """
         self._announce()
 
     async def changed(self) -> None:
@@ -166,7 +167,7 @@ class PublishedWeights:
         return seconds
 
     async def _bring(self, order: LoadWeights, target: WorkerLink) -> None:
-        """The worker's node holds the weights when this returns."""
+        """Bring the weights to the worker's node."""
         trainers = self._trainers
         try:
             try:

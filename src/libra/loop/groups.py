@@ -1,8 +1,8 @@
 """Groups of episodes in progress, and the batch that a step makes of finished groups.
 
-Invariant: a group starts only while bounded staleness admits it, and none is dropped. An episode is on file before it
-counts, and so is the batch that took it. A batch is a function of its groups in their order, so a replayed step of the
-same groups trains on the same samples.
+Invariant: a group starts only if the bound on staleness admits it, and no group is dropped. An episode, and the batch
+that takes it, are on file before they count. A batch depends only on its groups in their order, so a replayed step
+trains on the same samples.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Groups:
             raise self._failure
 
     def take_up(self) -> None:
-        """Continue the groups in progress of an interrupted run, with their finished episodes."""
+        """Continue an interrupted run's groups in progress, with their finished episodes."""
         for group in self.history.groups:
             try:
                 self._admission.resume(_name(group.number), group.started_at, group.episodes.values())
@@ -74,7 +74,7 @@ class Groups:
         self.recorder.hold_back(self.started < needed)
 
     def publish(self, version: int) -> None:
-        """Engines generate with this version from now on, so more groups may start."""
+        """Note that engines now generate with this version, so more groups may start."""
         self._admission.publish(version)
         self.feed()
 
@@ -104,13 +104,14 @@ class Groups:
             task.add_done_callback(self._running.discard)
 
     def _due(self, started_at: int) -> float:
-        """Latest time at which a group started under this version is needed: for the batch after those that staleness
-        allows meanwhile."""
+        """Latest time at which a group that started under this version is needed, which is the last batch that the
+        bound on staleness allows.
+        """
         batches = started_at + 1 + self.training.max_staleness - self._admission.published
         return self.recorder.now() + batches * (self.predicted() or 0.0)
 
     def _prompt(self, number: int) -> Prompt:
-        """Prompts in a new order each epoch."""
+        """The next prompt; each epoch has a new order."""
         epoch, index = divmod(number, len(self.prompts))
         order = list(range(len(self.prompts)))
         random.Random(f"epoch:{self.seed}:{epoch}").shuffle(order)

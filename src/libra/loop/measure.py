@@ -1,4 +1,4 @@
-"""Time this machine's engines and trainers: the profile that the planner prices with.
+"""Measures this machine's engines and trainers, for the planner's profile.
 
 Invariant: every number is measured on the workers that the run will use, at their device's pace and with all other
 devices busy, as in the run. After a failure no worker is still measuring.
@@ -76,8 +76,9 @@ async def measure(
 async def measure_plain(
     executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, profile: DeviceProfile
 ) -> DeviceProfile:
-    """`profile` with the costs of engines that hand no KV over. They restart without support for it. Raises the errors
-    of `measure`."""
+    """`profile` with the costs of engines without support for KV transfers, which restart without it. Raises the errors
+    of `measure`.
+    """
     workers = executor.allocation()
     await _restart(executor, [entry.handle.name for entry in _engines(executor)])
     _, fit = await _side_by_side(executor, engines, trajectories)
@@ -101,7 +102,7 @@ async def try_loans(fleet: ServingFleet, size: ShapeConfig) -> None:
 
 
 def profile_words(profile: DeviceProfile) -> str:
-    """The main numbers, in one line."""
+    """The main numbers of a profile, in one line."""
     return (
         f"iteration {profile.engine.step * 1e3:.1f} ms + {profile.engine.per_sequence * 1e3:.2f} ms a sequence,"
         f" training {1 / profile.train.per_token:.0f} tokens/s a replica, engine start"
@@ -112,7 +113,7 @@ def profile_words(profile: DeviceProfile) -> str:
 async def _side_by_side(
     executor: RunExecutor, shapes: Mapping[str, ShapeConfig], trajectories: int
 ) -> tuple[list[TrainingMeasured], LinearFit]:
-    """Every replica's measurements, and the fit over all engines, with all workers busy."""
+    """Measure every replica, and fit over all engines, with all workers busy."""
     replicas: list[TrainingMeasured]
     replicas, *engines = await _all(
         executor.processes.trainers.measure(_training_points(trajectories)),
@@ -156,15 +157,16 @@ def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
 
 
 async def _all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Results of all `work`. Raises the error of one once all have ended: a worker that is still being measured would
-    keep others waiting."""
+    """Results of all `work`. Raises an error only when all have ended, since a worker that is still being measured
+    would keep others waiting.
+    """
     tasks = [asyncio.create_task(each) for each in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
 
 
 async def _handover_cost(executor: RunExecutor) -> HandoverCost | None:
-    """Cost of handing a context over; None if no engine can, or none holds a context of two blocks."""
+    """Cost of a context's KV transfer; None if no engine supports it, or none holds a context of two blocks."""
     handover = executor.processes.fleet.handover
     if handover is None:
         return None
@@ -211,7 +213,7 @@ _Row = tuple[tuple[float, float, float, float, float], float]
 
 
 async def _engine_rows(entry: ServingEngine, size: ShapeConfig) -> list[_Row]:
-    """Rows of iterations inside the engine, and of turns through the ordinary path from message to message."""
+    """Rows of iterations inside the engine, and of turns measured from message to message."""
     contexts = (16, max(24, (size.max_model_len - 16) * 3 // 4))
     batches = sorted({1, max(1, size.max_num_seqs // 2), size.max_num_seqs})
     points = [(b, c) for b in batches for c in contexts if b * (c + 16) <= size.kv_tokens]

@@ -1,7 +1,7 @@
 """A run's numbers, counted during the run and exported to Prometheus.
 
-Invariant: the run also writes every number into its records, some only when the step ends. A scrape changes nothing.
-Numbers only grow, except those of the last step.
+Invariant: every number is also in the run's records, some only at the end of a step. A scrape changes no state. Numbers
+never decrease, except those of the last step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Tally:
 
 
 def _figures(recorder: Recorder | None) -> Iterator[Metric]:
-    """The metrics of the run; none before it records anything."""
+    """The metrics of the run; empty before the first record."""
     if recorder is not None:
         yield from _workers(recorder)
         yield from _steps(recorder.tally)
@@ -186,7 +186,9 @@ class MetricsEndpoint:
     @classmethod
     @asynccontextmanager
     async def open(cls, config: MetricsConfig) -> AsyncIterator[Self]:
-        """Answers within this context, if a port is configured. Raises `ConfigError` if the port is in use."""
+        """Context in which the endpoint answers, if a port is configured. Raises `ConfigError` if the port is in
+        use.
+        """
         endpoint = cls()
         if config.port is None:
             yield endpoint

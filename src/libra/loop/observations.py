@@ -1,6 +1,6 @@
 """A run's measurements for its planner: speeds, costs of role changes, the router's hit rate.
 
-Invariant: everything was measured by this run, or is in its calibration.
+Invariant: every value was measured by this run, or comes from its calibration.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineCounters:
         self.busiest_seconds = 0.0  # of any engine, in the last look
 
     def gained(self, instances: Iterable[ServingEngine]) -> EngineWork:
-        """Sums over all engines on devices of their own since the last call."""
+        """Sums over all engines on the run's own devices since the last call."""
         own = [entry.handle for entry in instances if not entry.handle.lent]
         seen, self._seen = self._seen, {engine.link: _work(engine) for engine in own}
         gains = [
@@ -98,7 +98,7 @@ def _work(engine: Engine) -> EngineWork:
 
 
 class Observations:
-    """Feeds a run's `Replanner`, and knows the site that it plans for."""
+    """Feeds a run's `Replanner` with measurements, and provides its site."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Observations:
         self.profile = replace(self.profile, switch=measured)
 
     def site(self, devices: tuple[Device, ...], current: Allocation | None) -> SlotSite:
-        """These devices with their `current` allocation, at the latest known costs."""
+        """The site of these devices with their `current` allocation, at the latest costs."""
         return SlotSite(
             self._training,
             self._engines,

@@ -72,16 +72,16 @@ class Periods:
             self._open.seconds.append(seconds)
 
     def mark_switching(self) -> None:
-        """A worker changes role in the open period."""
+        """Note that a worker changes role in the open period."""
         if self._open is not None:
             self._open.switching = True
 
     def end(self, hindsight: Callable[[], Prediction | None], without_change: Callable[[], Stayed | None]) -> None:
         """Close the open period, record the outcome of a waiting decision, and let prices learn.
 
-        They learn from `hindsight`, the price of the period's own allocation by its measurements: changes of lengths
-        and speeds are tracked already, and would be corrected twice. `without_change` prices the old allocation of the
-        decision for the current work, before prices learn: the time in the new allocation is no evidence of the old
+        Prices learn from `hindsight`, the price of the period's allocation for the measured lengths and speeds; with an
+        earlier price, changes of these would be corrected twice. `without_change` prices the decision's old allocation
+        for the current work, before prices learn, since the time in the new allocation is no evidence about the old
         one.
         """
         if self._open is None or not self._open.seconds:
@@ -118,13 +118,13 @@ class Periods:
             self._waiting = record
 
     def carried_out(self, seconds: float) -> None:
-        """The taken decision's moves are done."""
+        """Note that the moves of the change are done."""
         if self._waiting is not None:
             self._waiting = replace(self._waiting, measured_cost=seconds)
             self._recorder.decision(self._waiting)
 
     def dropped(self) -> None:
-        """The taken decision was not carried out, so no measurement is its outcome."""
+        """Note that the change was not carried out, so no measurement is its outcome."""
         self._waiting = None
 
     def _settle(self, found: PeriodSeconds, without_change: Callable[[], Stayed | None]) -> None:

@@ -1,6 +1,6 @@
 """Checks of a run's configuration before anything is started.
 
-Invariant: an impossible run is refused here in one line that names the key and the remedy, and leaves nothing behind.
+Invariant: an impossible run is refused in one line that names the key and the remedy, and no file is left behind.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ _LOGIT_BYTES, _CHUNK_BYTES = 4, 12
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
-    """Raises `ConfigError`. A live run in the same directory is named first: it also takes the memory and the port."""
+    """Check the whole configuration. Raises `ConfigError`. A live run in the same directory is reported first, since it
+    also uses the memory and the port.
+    """
     check_not_running(config.run_directory)
     _check_launcher(config.cluster)
     devices = slot_devices(config.cluster) if config.cluster.launcher == "local" else ()
@@ -95,8 +97,9 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
 
 
 def check_environment(config: RunConfig, environment: Environment | ServedEnvironment) -> None:
-    """Whether an environment that plays its episodes itself has a model that can chat, and enough tasks. Raises
-    `ConfigError`."""
+    """Check that an environment that plays its own episodes has a model that can chat, and enough tasks. Raises
+    `ConfigError`.
+    """
     if not isinstance(environment, ServedEnvironment):
         return
     if config.model.directory is None or config.warm_up.steps > 0:
@@ -139,7 +142,7 @@ def _check_ray_address(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_RAY_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cluster.ray_address: nothing answers at {address} ({error}); {remedy}") from None
+        raise ConfigError(f"cluster.ray_address: no Ray cluster answers at {address} ({error}); {remedy}") from None
 
 
 def _check_model_directory(directory: Path | None) -> None:

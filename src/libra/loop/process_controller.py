@@ -1,8 +1,8 @@
 """The worker processes of a run: starts, frees and ends them, and keeps engines on the current weights.
 
-Invariant: a slot has one process that computes, and the next one only when the last is gone or sleeps. Work is never
-lost: when an engine changes role or is lost, its turns continue on others after their last token. An engine in service
-holds the current weights, or is about to load them.
+Invariant: a slot has one computing process, and another one only after the last has ended or sleeps. Work is never
+lost: when an engine changes role or is lost, its turns continue on other engines after their last token. An engine in
+service holds the current weights, or is about to load them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LEAVING_SECONDS = SAVE_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Initial settings of the workers of a session."""
+    """Settings for the workers of a session."""
 
     training: TrainingConfig
     engines: Mapping[str, ShapeConfig]  # shapes in which one can be started, that on lent devices included
@@ -184,22 +184,22 @@ class SlotProcesses:
         return [each for each in seconds if each is not None]
 
     def declare_dead(self) -> None:
-        """Find processes that ended without a sign on a channel."""
+        """Find processes that ended without closing a channel."""
         for handle in list(self._handles.values()):
             if not handle.lost and not self.launcher.exists(handle.link):
                 handle.declare_lost("its process is gone")
 
     async def stop(self) -> None:
-        """End all in order; the launcher kills those that do not end."""
+        """End all workers in order; the launcher kills those that do not end."""
         await asyncio.gather(self._sleeping.stop(), *(handle.stop() for handle in self._handles.values()))
 
     def _sleeps(self, link: WorkerLink, shape: str) -> bool:
-        """Whether an engine of this shape stays in its slot while that trains."""
+        """Whether an engine of this shape stays asleep in its slot while the slot trains."""
         changes_sides = Role.TRAIN in self.pool[link.name].allowed
         return changes_sides and link.device != CPU and self.settings.engines[shape].sleeps
 
     async def _vacated(self, name: str) -> None:
-        """Wait until nothing of the worker's latest process is left."""
+        """Wait until the worker's latest process has ended completely."""
         before = self._handles.get(name)
         if before is not None:
             await self.launcher.gone(before.link)
@@ -264,7 +264,7 @@ class SlotProcesses:
             self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     async def _woken(self, name: str, shape: str) -> EngineHandle | None:
-        """The engine of this shape that slept in the slot; None: there is none, or it could not wake."""
+        """Wake the sleeping engine of this shape in the slot; None if there is none, or if it could not wake."""
         handle = await self._sleeping.of(name, shape)
         if handle is None:
             return None
@@ -326,7 +326,7 @@ class SlotProcesses:
         self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
-        """The buffer through which the engine hands KV over; None if it never will, and so needs no preparation."""
+        """The buffer for the engine's KV transfers; None if it never transfers KV."""
         handover = self.fleet.handover
         if handle.link.device != CPU:
             return None  # a context is computed again on GPUs

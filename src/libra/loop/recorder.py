@@ -1,6 +1,6 @@
 """The run directory: all records of a run, written while it runs.
 
-Invariant: a record is a complete line of its own; a run that ends at any point leaves readable files. A full disk is a
+Invariant: a record is one complete line, so a run that ends at any point leaves readable files. A full disk is a
 `DiskError` that names the file.
 """
 
@@ -85,7 +85,7 @@ class Recorder:
         self._away: dict[str, tuple[float, str]] = {}  # engines whose device is recalled: since when, and why
 
     def begin(self) -> None:
-        """Note that reinforcement learning begins, or continues."""
+        """Note that reinforcement learning begins or continues."""
         self._began = time.monotonic()
         what = "continues" if self._seconds_before else "begins"
         self._write(
@@ -166,7 +166,7 @@ class Recorder:
             self._files["routing"].append(sealed(json.dumps(entry).encode()))
 
     def turns(self, worker: str, change: int) -> None:
-        """The number of turns at an engine changes."""
+        """Record a changed number of turns at an engine."""
         self._count(worker, self._devices.turns(worker, change, self._moment()))
 
     def tools(self, worker: str, change: int) -> None:
@@ -188,15 +188,15 @@ class Recorder:
             timeline.role(worker.id, label, now)
 
     def phase(self, phase: Phase) -> None:
-        """The training side is in this phase from now on."""
+        """Set the phase of the training side."""
         self._devices.phase(phase, self._moment())
 
     def stepped(self, result: StepResult) -> None:
-        """The trainers have made a step; its weights are published from now on."""
+        """Note that the trainers have made a step, whose weights are now published."""
         self._devices.stepped(step_parts(result), result.publish_seconds, self._moment())
 
     def hold_back(self, held_back: bool) -> None:
-        """Whether there are groups that staleness does not allow to start yet."""
+        """Note whether the bound on staleness keeps groups from starting."""
         self._devices.hold_back(held_back, self._moment())
 
     def device_seconds(self) -> Seconds:
@@ -234,7 +234,7 @@ class Recorder:
             timeline.move(move.worker, str(move), max(0.0, now - moved.seconds), now, details)
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """A worker with a duty is lost."""
+        """Record that a worker with a duty is lost."""
         self.lost_workers[worker] = None
         self.tally.lost(worker)
         what_next = "its slot has lost too many within an hour and stays empty" if retired else "its slot is idle"

@@ -103,7 +103,7 @@ class ReplanController:
                 raise error
 
     async def finish(self) -> None:
-        """Make no further change: a move in progress ends; a plan that has not begun is dropped."""
+        """Make no further change: let a move in progress end, and drop a plan that has not begun."""
         if self._task is None:
             return
         if self._applying:
@@ -120,7 +120,7 @@ class ReplanController:
                 await asyncio.gather(self._task, return_exceptions=True)
 
     def close(self) -> None:
-        """The last period ends."""
+        """End the last period."""
         self.periods.end(self._hindsight, self._without_change)
 
     def _any_idle(self) -> bool:
@@ -176,8 +176,9 @@ class ReplanController:
         return self.observations.site(self.executor.pool.devices(), current)
 
     async def _decide(self, steps_left: int, untried: bool = False) -> None:
-        """Plan, decide, and carry the decision out, during the steps. An `untried` current allocation is no safer than
-        the proposed one: uncertain work or prices are then no reason to keep it."""
+        """Plan, decide, and carry out the decision during the steps. An `untried` current allocation is as uncertain as
+        the proposed one, so uncertain work or prices are then no reason to keep it.
+        """
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
             # Without a lent device nothing is wrong; but one that came back is borrowed again.

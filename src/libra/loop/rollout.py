@@ -1,8 +1,8 @@
 """The agent loop: generate a turn, call the tool that it requests, route the next turn by the tool's return.
 
-Invariant: tokens in, tokens out. Generated tokens enter the sample as the ids that an engine sampled, with their
-log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that requests
-it, even if engines are lost.
+Invariant: tokens in, tokens out. Generated tokens enter the sample as the sampled ids, with their log-probs and weight
+versions, and are never decoded and encoded again. A tool is called once for each turn that requests it, even if engines
+are lost.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rollout:
             returned = ToolReturn(call.tool, status, len(back))
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
-        """The tool's reply, classified by the way the call ended, never by its text."""
+        """The tool's reply. Its status follows from the way the call ended, never from the text."""
         environment = self._environment
         tool = self._tools.get(call.tool)
         if tool is None:
@@ -117,8 +117,9 @@ class Rollout:
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:
-    """Result of `call` within `deadline` seconds, else TimeoutError. A call that ignores its cancellation is left
-    alone. A call that cancels itself raises an error, and does not end the episode."""
+    """Result of `call` within `deadline` seconds; otherwise TimeoutError. A call that ignores its cancellation
+    continues in the background. A call that cancels itself raises an error, but does not end the episode.
+    """
     task = asyncio.ensure_future(call)
     task.add_done_callback(_let_go)
     try:

@@ -1,6 +1,6 @@
 """`libra run`: start all workers, warm up, measure, post-train, evaluate, and end all workers.
 
-Invariant: whatever ends a run (its last step, an error, Ctrl-C), its workers are gone and its files are readable.
+Invariant: after any end of a run (last step, error, Ctrl-C), its workers have ended and its files are readable.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ async def run(
     resume: bool,
     planned: str = "",
 ) -> RunSummary:
-    """Make one whole run in `config.run_directory`, which exists; or, with `resume`, the rest of one. `planned` are the
-    words of the plan that it carries out. Returns its summary; also writes it. Raises `ConfigError` if that run has
-    made more steps than the configuration has."""
+    """Make a whole run in the existing `config.run_directory`; with `resume`, the remaining steps of a run. `planned`
+    is a text about the plan that the run carries out. Writes and returns the summary. Raises `ConfigError` if the run
+    has already made more steps than the configuration has.
+    """
     directory = config.run_directory
     began = time.monotonic()
     before = read_interrupted(directory) if resume else None
@@ -102,7 +103,7 @@ async def run(
 
 @asynccontextmanager
 async def _playing(environment: Environment | ServedEnvironment, logs: Path) -> AsyncIterator[EpisodeServer | None]:
-    """The server for the episodes of an environment that plays them itself."""
+    """The server for an environment that plays its own episodes."""
     if not isinstance(environment, ServedEnvironment):
         yield None
         return

@@ -1,7 +1,7 @@
 """The directory of a run: its lock, the checks whether a run can start or resume in it, and its `config.json`.
 
-Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when the
-process ends, however it ends.
+Invariant: a process that writes or deletes files in a run directory holds its lock. The system releases the lock at any
+end of the process.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> R
 
 
 def record_config(config: RunConfig) -> None:
-    """Raises `DiskError`."""
+    """Write `config.json`. Raises `DiskError`."""
     write_whole(config.run_directory / "config.json", config.model_dump_json(indent=1) + "\n")
 
 
@@ -165,7 +165,9 @@ def can_be_written(directory: Path) -> bool:
 
 
 def _writable(directory: Path) -> bool:
-    """Whether a file can really be made there: root passes every permission check, but not a read-only disk."""
+    """Whether a file can be created in the directory; a permission check does not suffice, since root passes it on a
+    read-only disk.
+    """
     probe = directory / f".libra-probe-{os.getpid()}"
     try:
         probe.touch()

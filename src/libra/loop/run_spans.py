@@ -1,7 +1,7 @@
 """Spans of a run's episodes, by OpenTelemetry's conventions for generative AI.
 
-Invariant: the spans of an episode are made when it has ended: one `invoke_agent`, in it a `chat` for each engine's part
-in a turn, and an `execute_tool` for each return. Of episodes that are not trained on there are none.
+Invariant: the spans of an episode are made at its end: one `invoke_agent`, which contains a `chat` for each engine's
+part of a turn and an `execute_tool` for each return. Only episodes for training have spans.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One turn of an episode, on one engine or several in sequence.
 
-Invariant: whatever ends an engine's part in a turn (loss, a stop, a move to a longer bucket), the next engine continues
-after the last token that arrived. So one engine makes each token, and none that arrived is lost. The policy gets the
-tool return before the turn once, and the turn itself as in a simulation: a turn that is placed again starts with its
-present tokens; one that moves because it exceeded its bucket counts as placed once.
+Invariant: if an engine's part of a turn ends early (by loss, a stop, or a move to a longer bucket), the next engine
+continues after the last reported token. So each token comes from one engine, and no reported token is lost. The policy
+gets the tool return before the turn once, and the turn itself as in a simulation: a turn that is placed again starts
+with its present tokens; one that moves because it exceeded its bucket counts as placed once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.trajectory import Turn
 
 @dataclass(slots=True)
 class Draft:
-    """An episode in progress: the tokens of its context, and which of them were generated.
+    """An episode in progress: the tokens of its context, and a mark for generated ones.
 
     The four lists have one entry per token at any moment. Reports of engines are entered as they arrive, so an
     interrupted turn leaves a context from which any other engine can continue.
@@ -63,7 +63,7 @@ class Draft:
 
 
 class RunningTurn:
-    """A turn that is placed and served, repeatedly, until it is over."""
+    """A turn that is placed and served, if needed several times, until it is complete."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class RunningTurn:
         return self._limit - self._request.context_tokens
 
     async def _bring(self, salt: str | None) -> KVTransfer | None:
-        """Bring the KV of the context to its engine, if another one has it and that pays."""
+        """Transfer the context's KV to its engine, if another engine has it and the transfer pays."""
         draft, handover, self.change = self._draft, self._fleet.handover, None
         if handover is None or draft.kv_engine is None or draft.kv_engine is self._engine:
             return None
@@ -164,7 +164,7 @@ class RunningTurn:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask the policy whether to move a turn that has generated the expected tokens of its placement."""
+        """Let the policy decide whether to move a turn that has generated the expected tokens of its placement."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
         asked = self._draft.asked

@@ -1,8 +1,8 @@
-"""Episodes that their environment plays: it asks for turns over HTTP, and says the reward.
+"""Episodes that the environment plays, by requesting turns over HTTP and returning the reward.
 
-Invariant: an episode that fails for a reason of its environment is played again from its beginning, a few times, before
-the run ends for it. One that outgrew the longest context is the model's doing: it has no reward if its environment
-gives none.
+Invariant: an episode that fails because of its environment is played again from its start, a few times, before the run
+ends with the error. An episode that exceeds the longest context is a failure of the model: without a reward from the
+environment, its reward is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTEMPTS = 3
 
 
 class ServedRollout:
-    """Has one environment play episodes on a fleet."""
+    """Lets one environment play episodes on a fleet."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ServedRollout:
             await conversation.abandon()
             raise
         if episode is None:
-            raise EpisodeFailedError("its environment asked the model for nothing")
+            raise EpisodeFailedError("its environment made no request to the model")
         return episode
 
     async def _reward(self, prompt: Prompt, seat: Seat, conversation: Conversation) -> float:

@@ -1,4 +1,4 @@
-"""One session of a run: its parts connected, from the first worker to the summary."""
+"""One session of a run, from the first worker to the summary."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Session:
     files: ExitStack = field(default_factory=ExitStack)  # to be closed when nothing of the session is under way
 
     async def run(self) -> RunSummary:
-        """Returns the summary, which is also written."""
+        """Run the session; writes and returns the summary."""
         records = self._open_records()
         workers = SessionWorkers(
             config=self.config,
@@ -141,7 +141,7 @@ class Session:
         return summary
 
     def _open_records(self) -> _Records:
-        """The files of the run directory, repaired where an interrupted run left gaps."""
+        """Open the files of the run directory, and repair gaps that an interrupted run left."""
         directory, before = self.config.run_directory, self.before
         history = before.history if before is not None else History(0)
         recorded = before.recorded if before is not None else Recorded()
@@ -168,7 +168,7 @@ class Session:
         return RunSpans(self.files.enter_context(exporting(collector, "libra-run")))
 
     def _make_rollouts(self, records: _Records, workers: SessionWorkers, profile: DeviceProfile) -> _Rollouts:
-        """Build the maker of episodes; the engines' work so far is counted already."""
+        """Build the maker of episodes, after the engines' work so far has been counted."""
         config, environment, executor, recorder = self.config, self.environment, workers.executor, records.recorder
         fleet = executor.processes.fleet
         lent = None if config.lending is None else config.lending.engine

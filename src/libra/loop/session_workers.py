@@ -1,6 +1,6 @@
 """The workers of one session of a run, from their pool to the first allocation in service.
 
-Invariant: they begin in the last allocation of an interrupted run, if that is still possible.
+Invariant: workers begin in the last allocation of an interrupted run, if this is still possible.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SessionWorkers:
         self.observer.planners.append(self.recovery.worker_lost)
 
     async def start(self) -> DeviceProfile:
-        """Bring all workers into service; returns their costs, measured now if they are not known yet."""
+        """Bring all workers into service; returns their costs, which are measured if unknown."""
         config, executor, recovery, profile = self.config, self.executor, self.recovery, self._profile
         if self.borrowing is not None:
             await self.borrowing.start(self.progress.phase)

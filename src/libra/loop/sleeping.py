@@ -1,7 +1,7 @@
-"""Engines that sleep while their slot trains: the process keeps its compiled code and graphs, and gives its memory up.
+"""Engines that sleep while their slot trains: the process keeps compiled code and graphs, and frees its memory.
 
-Invariant: a worker has one sleeping engine at most. One that sleeps holds no weights and no KV: after it has woken it
-loads the current weights before it serves. One that dies in its sleep is no loss of the worker.
+Invariant: a worker has at most one sleeping engine. A sleeping engine holds no weights and no KV; after waking, it
+loads the current weights before it serves. The death of a sleeping engine is no loss of the worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Asleep:
 
 
 class SleepingEngines:
-    """By worker. `launcher` started them."""
+    """Sleeping engines by worker; `launcher` started them."""
 
     def __init__(self, launcher: WorkerLauncher) -> None:
         self._launcher = launcher
@@ -33,8 +33,9 @@ class SleepingEngines:
         return any(entry.handle is handle for entry in self._engines.values())
 
     async def lay(self, handle: EngineHandle, shape: str) -> None:
-        """Put an engine without turns to sleep. One that cannot is ended: vLLM refuses where the GPU's memory in use
-        has grown meanwhile, if only by what others took."""
+        """Put an engine without turns to sleep. If it cannot sleep, it is ended: vLLM refuses if the GPU's used memory
+        has grown meanwhile, even by other processes.
+        """
         self._engines[handle.name] = _Asleep(shape, handle)
         try:
             await handle.ask(Sleep(), Acknowledged)
@@ -45,7 +46,7 @@ class SleepingEngines:
             del self._engines[handle.name]
 
     async def of(self, worker: str, shape: str) -> EngineHandle | None:
-        """The worker's sleeping engine of this shape; None: it has none. One of another shape ends."""
+        """The worker's sleeping engine of this shape; None if it has none. An engine of another shape is ended."""
         entry = self._engines.get(worker)
         if entry is None:
             return None
@@ -57,7 +58,9 @@ class SleepingEngines:
         return None
 
     async def wake(self, handle: EngineHandle) -> bool:
-        """Have it take its memory, empty. False: it could not, and is lost."""
+        """Wake an engine: it allocates its memory again, without contents. False: this failed, and the engine is
+        lost.
+        """
         handle.version = -1
         try:
             await handle.ask(Wake(), Acknowledged)
@@ -69,5 +72,5 @@ class SleepingEngines:
         return True
 
     async def stop(self) -> None:
-        """End all in order."""
+        """End all sleeping engines in order."""
         await asyncio.gather(*(entry.handle.stop() for entry in self._engines.values()))

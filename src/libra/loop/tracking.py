@@ -1,6 +1,6 @@
 """A run's numbers for the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow.
 
-Invariant: a tracker never ends a run. One that fails is named once and gets nothing more; the run's own records are
+Invariant: a tracker never ends a run. A failed tracker is reported once and gets no more values; the run's records are
 complete without it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
 """
 
@@ -44,7 +44,7 @@ class _Wandb:
 
 
 class _TensorBoard:
-    """Files of events in the run's directory."""
+    """TensorBoard's event files in the run's directory."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -103,7 +103,7 @@ class Tracking:
 
     @classmethod
     def of_run(cls, config: RunConfig, tell: Callable[[str], None]) -> Tracking | None:
-        """None for a run without a tracker."""
+        """The tracker of a run; None without one."""
         name = config.tracking
         return None if name is None else cls(lambda: _TRACKERS[name](config), name, tell)
 

@@ -117,7 +117,7 @@ class TrainingLoop:
         await self._checkpoint()  # so that nothing is replayed twice
 
     def _begin_steps(self) -> float:
-        """Assign the time until now to no step; returns when the first step begins."""
+        """Exclude the time until now from all steps; returns the time at which the first step begins."""
         began = self.recorder.now()
         self.recorder.take_device_seconds(began)
         self._checkpoint_seconds = self._held_seconds = 0.0

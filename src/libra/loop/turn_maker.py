@@ -1,4 +1,4 @@
-"""Turns of episodes on the fleet of a run, and the episodes that they add up to.
+"""Turns on the fleet of a run, and the episodes made of them.
 
 Invariant: tokens in, tokens out. Generated tokens enter an episode as the ids that an engine sampled, with their
 log-probs and weight versions; nothing is decoded and encoded again.
@@ -20,7 +20,7 @@ from libra.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """One engine's part in a turn, for the timeline and the routing log."""
+    """One engine's part of a turn, for the timeline and the routing log."""
 
     trajectory: str
     worker: str
@@ -81,7 +81,7 @@ class TurnMaker:
                 return draft.tokens[start:]
 
     def finish(self, draft: Draft, reward: float, branches: tuple[Episode, ...] = ()) -> Episode:
-        """The episode of a draft, whose turns are all in it; the policy learns from it."""
+        """The episode of a draft with all its turns; the policy learns from it."""
         trajectory = Trajectory(
             id=draft.asked.id,
             prompt_id=draft.asked.prompt.id,

@@ -1,4 +1,4 @@
-"""The supervised start: a policy that acts, imperfectly, trained on demonstrations.
+"""The supervised warm-up: trains an initial policy on imperfect demonstrations.
 
 Invariant: the warm model depends only on its configuration, the environment and the seed, so it can be cached and
 reused: three runs that differ in their learning rate start from the same weights.

@@ -81,7 +81,7 @@ def gather(
     if too_long:
         name = max(config.engines, key=lambda name: config.engines[name].max_model_len)
         raise ConfigError(
-            f"engines.{name}.max_model_len: it is {holds}, the largest, and {too_long} of the log's"
+            f"engines.{name}.max_model_len: the largest value is {holds}, but {too_long} of the log's"
             f" {too_long + finished + unfinished} trajectories hold more, the longest {longest} tokens: raise it to"
             f" {longest} at least"
         )

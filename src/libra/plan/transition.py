@@ -39,7 +39,7 @@ class Duty:
 
     def __post_init__(self) -> None:
         if self.role is Role.ROLLOUT and self.shape is None:
-            raise ValueError("a rollout duty has no shape; name the shape of its engine")
+            raise ValueError("a rollout duty has no shape; give the shape of its engine")
         if self.role not in (Role.ROLLOUT, Role.TRAIN) and self.shape is not None:
             raise ValueError(f"a duty of {self.role} has shape {self.shape}; only engines and replicas have one")
 

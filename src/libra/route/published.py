@@ -30,7 +30,7 @@ MAX_NODES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Remaining tokens at one node: `mean` over all `count` samples, `p90` over the latest `RECENT`."""
+    """Remaining tokens at one node: `mean` over all `count` samples, and `p90` over the latest `RECENT` samples."""
 
     count: int
     mean: float

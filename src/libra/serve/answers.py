@@ -38,7 +38,7 @@ def refused(message: str, status: int, headers: Mapping[str, str] | None = None)
 
 
 class RefusedRequest(Exception):  # noqa: N818 - an answer rather than an error
-    """Ends a handler with `refused(message, status, headers)`."""
+    """Raised by a handler to answer with `refused(message, status, headers)`."""
 
     def __init__(self, message: str, status: int, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class RefusedRequest(Exception):  # noqa: N818 - an answer rather than an error
 
 @web.middleware
 async def in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives every error response, aiohttp's own included, OpenAI's shape."""
+    """Gives every error response OpenAI's shape, including aiohttp's own error responses."""
     try:
         return await handler(request)
     except RefusedRequest as error:
@@ -80,7 +80,7 @@ class _Families(Collector):
 
 
 def metrics_response(families: Iterable[Metric]) -> web.Response:
-    """The answer to Prometheus."""
+    """The response to a Prometheus scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(families))
     return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,4 +1,4 @@
-"""Request bodies within their limits.
+"""Request bodies and their size limits.
 
 Invariant: a body is never larger than its listener's limits, as sent and as decompressed, and all bodies in flight are
 within the memory limit. Decompression yields to other requests after each piece.
@@ -20,7 +20,7 @@ _FORMATS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate
 
 
 async def body_of(request: web.Request, most: int | None = None) -> bytes:
-    """Read the whole body, decompressed. `most`: its bytes, if less than the application's limit. Raises
+    """Read the whole body and decompress it. `most` is its maximum size in bytes, if less than the application's limit.
     `RefusedRequest` if it is too large, damaged, or arrives too slowly."""
     limits = request.app[CONNECTIONS].limits
     most = request.client_max_size if most is None else min(most, request.client_max_size)
@@ -74,7 +74,7 @@ async def _expanded(request: web.Request, raw: bytes, encoding: str, most: int) 
 
 
 def _hold(request: web.Request, before: int, more: int, most: int) -> None:
-    """Count `more` bytes of a body that had `before`. Raises `RefusedRequest` beyond a limit."""
+    """Add `more` bytes to a body that had `before` bytes. Raises `RefusedRequest` if that exceeds a limit."""
     connections = request.app[CONNECTIONS]
     limits = connections.limits
     if before + more > most:
@@ -87,4 +87,4 @@ def _hold(request: web.Request, before: int, more: int, most: int) -> None:
 
 
 def _too_large(most: int) -> RefusedRequest:
-    return RefusedRequest(f"the body has more than {most} bytes, which is the most that is read", 413)
+    return RefusedRequest(f"the body has more than {most} bytes, the limit of this server", 413)

@@ -1,6 +1,6 @@
 """Connections of a process that serves HTTP.
 
-Invariant: a listener never has more connections than its limits and the limit of open files allow. At that number a new
+Invariant: a listener never has more connections than its limits and the limit of open files allow. At the limit, a new
 connection replaces the longest idle one; if none is idle it gets status 503 and is closed.
 """
 
@@ -65,7 +65,7 @@ class Connections:
         return socket.socket(family, kind, protocol)
 
     def admit(self) -> bool:
-        """Make room for an accepted connection. False: there is none."""
+        """Make room for an accepted connection. Returns False if there is no room."""
         self.made += 1
         if self.open < self.limits.connections:
             return True
@@ -83,7 +83,7 @@ class Connections:
         self.busy[connection] = 0
 
     def hold(self, connection: web.RequestHandler, count: int) -> bool:
-        """Count `count` more bytes of the body of its request in flight. False: that exceeds the limit for all
+        """Add `count` bytes to the body of the connection's request in flight. Returns False if that exceeds the limit
         bodies."""
         if self.body_bytes + count > self.limits.bodies_bytes:
             return False
@@ -127,7 +127,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to a malformed request, in OpenAI's shape. aiohttp's own message quotes the request, which may
+        """The response to a malformed request, in OpenAI's shape. aiohttp's own message quotes the request, and so may
         hold a token."""
         super().handle_error(request, status, exc, None)
         if isinstance(exc, LineTooLong):
@@ -142,7 +142,9 @@ class Connection(web.RequestHandler):
 
 
 class RefusedConnection(asyncio.Protocol):
-    """Answers status 503 at once, and closes when the client has sent its request or a second has passed."""
+    """Answers with status 503 at once. The connection closes after the client has sent its request, or after a
+    second.
+    """
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -169,7 +171,7 @@ class RefusedConnection(asyncio.Protocol):
 
 @contextmanager
 def told_once(log: logging.Logger) -> Iterator[None]:
-    """Replaces asyncio's traceback for each connection without a file descriptor by one line a minute."""
+    """When file descriptors run out, logs one line a minute instead of asyncio's traceback for each connection."""
     loop = asyncio.get_running_loop()
     before, told = loop.get_exception_handler(), -_TOLD_SECONDS
 

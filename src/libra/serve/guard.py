@@ -1,6 +1,6 @@
 """Access control of an HTTP listener.
 
-Invariant: a page in a browser on this machine cannot use a listener, even by a name that resolves to its address: the
+Invariants: a web page in a browser on this machine cannot use a listener, even through a name that resolves to the
 `Host` of a request names this machine, its `Origin` is the listener's own, and a body is declared as JSON, which
 browsers do not send to another origin without asking it first. A listener that other machines can reach requires a
 bearer token.
@@ -31,8 +31,9 @@ _LONGEST_TOKEN = 4096  # characters: a header line has at most 8 KiB
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Checks requests to a listener on `host`. `token`: bearer token that they must have. Raises ValueError if other
-    machines can reach the listener and there is no token."""
+    """Checks requests to a listener on `host`. Each request must have the bearer token `token`. Raises ValueError if
+    other machines can reach the listener and there is no token.
+    """
 
     host: str
     token: str | None = field(default=None, repr=False)
@@ -90,7 +91,10 @@ def read_token(path: Path) -> str:
             f"{path}: the token cannot be read; give a regular file with one line of printable ASCII"
         ) from None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError(f"{path}: holds no token: one line of printable ASCII without spaces, which is not shown here")
+        raise ValueError(
+            f"{path}: the content is not a token: write one line of printable ASCII without spaces "
+            f"(the content is not shown here)"
+        )
     if len(token) > _LONGEST_TOKEN:
         raise ValueError(
             f"{path}: a token of {len(token)} characters does not fit a header; give at most {_LONGEST_TOKEN}"
@@ -98,17 +102,19 @@ def read_token(path: Path) -> str:
     if its.st_mode & 0o077:
         raise ValueError(f"{path}: other users may read the token; chmod 600 {path}")
     if its.st_uid not in (0, os.geteuid()):
-        raise ValueError(f"{path}: belongs to user {its.st_uid}, who knows the token; give a file of your own")
+        raise ValueError(
+            f"{path}: the file belongs to user {its.st_uid}, who can read the token; give a file that belongs to you"
+        )
     return token
 
 
 def _is_browser(request: web.Request) -> bool:
-    """Whether a browser sent the request, which can be asked for the token."""
+    """Whether a browser sent the request. A browser can ask its user for the token."""
     return "text/html" in request.headers.get(hdrs.ACCEPT, "")
 
 
 def _shown_token(authorization: str) -> bytes:
-    """The token of the header: a bearer token, or the password that a browser sends. Empty: there is none."""
+    """The token in the header: a bearer token, or the password that a browser sends; empty if there is none."""
     kind, _, shown = authorization.partition(" ")
     if kind.lower() == "bearer":
         return shown.strip().encode(errors="surrogateescape")

@@ -1,6 +1,6 @@
 """HTTP servers of the gateway, emulated engines and metrics, with thousands of requests in flight.
 
-Invariants: the address is announced once it answers, and at shutdown pending requests end within a second. A connection
+Invariants: the address is announced only after the server answers there. At shutdown, pending requests end within a
 that sends no request, or reads nothing of its response, is closed in time. The garbage collector runs only after
 `_CONNECTIONS` new connections, and only if the process has grown by their garbage. It also runs after a rush, when few
 connections are left, and then free memory is returned to the system. It visits every object of every request in flight,
@@ -68,7 +68,7 @@ _LOG.addFilter(_MalformedRequests())
 async def serving(
     application: web.Application, host: str, port: int, limits: HttpLimits = EMULATOR, token: str | None = None
 ) -> AsyncIterator[str]:
-    """Yields the address; port 0 takes any free port. `token`: bearer token that clients must show. Raises OSError,
+    """Yields the address of a server; port 0 means any free port. Clients must send the bearer token `token`. Raises
     with host and port, if it cannot listen, and ValueError without a token if other machines can reach the host."""
     guard = Guard(host, token)
     limits = within_open_files(limits)
@@ -135,8 +135,9 @@ async def serve(
     limits: HttpLimits = EMULATOR,
     token: str | None = None,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, and call `announce` with the address. Raises the limit of open files to the hard
-    limit. Raises OSError if it cannot listen."""
+    """Serve until Ctrl-C or SIGTERM, and call `announce` with the address. Increases the limit of open files to the
+    hard limit. Raises OSError if it cannot listen.
+    """
     _return_large_blocks()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

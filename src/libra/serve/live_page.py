@@ -1,4 +1,4 @@
-"""A page in a browser that renews itself: the common part of the pages of a run and of a router.
+"""A web page that updates itself: the common part of the pages of a run and of a router.
 
 Invariant: a low-priority process of its own makes the page. A browser fetches it when there is a newer one, and keeps
 its scroll position.
@@ -30,7 +30,7 @@ setInterval(async () => {
   const state = document.getElementById("live");
   if (!answer || !answer.ok) {
     const why = answer ? (await answer.json()).error.message : "the command that serves it does not answer";
-    state.textContent = "This page is not up to date: " + why;
+    state.textContent = "This page is not up to date:  " + why;
     return;
   }
   const newest = await answer.text();
@@ -54,14 +54,14 @@ class LivePage(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Reason why no newer page can be made now; empty: one can."""
+        """The reason why no newer page can be made now; empty if there is no problem."""
 
     async def newest(self) -> str:
         """The page, as HTML."""
 
 
 def alive(html: str, state: str, version: int) -> str:
-    """The page with a line about its state, and the code that renews it."""
+    """The page with a line about its state, and the code that updates the page."""
     html = html.replace("<main>", f'<main>\n<p id="live" class="note">{escape(state)}</p>', 1)
     return html.replace("</body>", _SCRIPT % version, 1)
 

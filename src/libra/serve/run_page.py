@@ -1,6 +1,6 @@
 """The page of a run in a browser, during the run and after its end.
 
-Invariant: it is the page of `libra report`, made from the run's records, so the run is not affected. One page is made
+Invariant: the page is the one of `libra report`, made from the run's records, so the page does not affect the run. Only
 at a time.
 """
 

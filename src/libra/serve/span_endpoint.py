@@ -1,4 +1,4 @@
-"""The collector of spans: the given one, or that of the standard variables `OTEL_...`."""
+"""The address of the trace collector: the given address, or the address in the standard variables `OTEL_...`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _BASE, _TRACES, _OFF = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES
 
 
 def span_endpoint(given: str | None, variables: Mapping[str, str], name: str = "--otel") -> str | None:
-    """The address that receives traces; None: no spans. `name` is that of the option. Raises ValueError for a malformed
-    address.
+    """The address that receives traces; None if no spans are sent. `name` is the name of the option. Raises ValueError
+    for a address.
 
     >>> span_endpoint("http://127.0.0.1:4318", {})
     'http://127.0.0.1:4318/v1/traces'

@@ -1,1 +1,1 @@
-"""Engines that serve requests within latency limits: the menu, a bound, simulation, and the results."""
+"""The search for engines that serve requests within latency limits: the menu, a bound, simulation, and the results."""

@@ -1,4 +1,4 @@
-"""The answer of a search, and its certainty.
+"""The answer of a search, and how certain the answer is.
 
 Invariant: every candidate of the menu is in an answer once: as a point of the Pareto set, or rejected with a reason. A
 claim says whether a bound proves it, or only simulation supports it.
@@ -47,7 +47,7 @@ class Point:
         return self.trial.rate / self.cost
 
     def dominates(self, other: Point) -> bool:
-        """Whether it is no worse in goodput, nor in TTFT and TPOT by tenths of their limits. Of points that are equal
+        """Whether this point dominates the other: no lower goodput, and no higher TTFT and TPOT in tenths of their
         in all of these, the one with lower latencies dominates."""
         if (self.value, self.tenths) == (other.value, other.tenths):
             return self.criteria < other.criteria
@@ -108,7 +108,7 @@ class SizingAnswer:
         return bool(self.points) and (self.question.rate is not None or not self._brief())
 
     def claim(self) -> str:
-        """Comparison of the best point with the rest of the menu, and its certainty."""
+        """Comparison of the best point with the other candidates, and how certain the comparison is."""
         if self.points and not self.told:
             return "the requests are too few to determine a rate"
         given = self.question.rate is not None
@@ -128,8 +128,9 @@ class SizingAnswer:
         return text
 
     def caution(self) -> str | None:
-        """A warning if the requests are so few that a deployment may serve all in time although its backlog grows, or
-        that the percentile of an objective is the slowest of them."""
+        """A warning if there are too few requests. A deployment may then serve all of them in time although its queue
+        grows, that the percentile of an objective is the slowest of them.
+        """
         if not self.points:
             return None
         reasons, enough = self._brief(), []
@@ -149,7 +150,7 @@ class SizingAnswer:
         return max((it.trial for it in self.points), key=lambda it: it.rate)
 
     def _brief(self) -> list[str]:
-        """The reason why requests that end so soon tell no rate; empty: they do."""
+        """The reason why such a short run determines no rate; empty if the run is long enough."""
         count, rate, wait = self._fastest.requests, self._fastest.rate, self.question.shortest_wait
         if count >= BRIEF * rate * wait and (self.question.rate is not None or rate < rate_of(HIGHEST)):
             return []
@@ -211,7 +212,9 @@ class SizingAnswer:
 
 
 def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate, Point]]:
-    """Points that no other dominates, best value first; and for each other point one that dominates it."""
+    """Points that no other point dominates, best value first; and for each dominated point, a point that dominates
+    it.
+    """
     ordered = sorted(points, key=lambda it: (-it.value, it.tenths, it.criteria))  # none dominates one before it
     kept: list[Point] = []
     beaten: dict[ServingCandidate, Point] = {}
@@ -245,7 +248,7 @@ def rival(least: tuple[int, int], kept: Sequence[Point]) -> Point | None:
 
 
 def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Trial) -> str:
-    """The objective nearest to its limit, and the use of the pool that it waits for."""
+    """The objective nearest to its limit, and the use of the pool that determines this objective."""
     near = max(question.objectives, key=lambda it: trial.latency[it.name] / it.limit)
     other = "decode" if near.metric == "ttft" else "prefill"
     its = [both for both in zip(candidate.pools, trial.pools, strict=True) if both[0].role != other]

@@ -31,7 +31,7 @@ from libra.sim.engine.speculative import Speculative
 
 @dataclass(frozen=True, slots=True)
 class RateBound:
-    """Bounds on a candidate: its rate is no higher, its latencies are no lower."""
+    """Bounds on a candidate: the highest possible rate and the lowest possible latencies."""
 
     rate: float  # requests/s; 0: not even one request at a time
     ttft: float  # seconds, by the statistic of `trial.statistic`
@@ -41,8 +41,9 @@ class RateBound:
 
 @dataclass(slots=True)
 class Bounds:
-    """Bounds of all candidates of one question; pools that candidates share are computed once. Prices may be taken from
-    the bounds `others`, whose requests include all of these."""
+    """Bounds of all candidates of one question. Pools that candidates share are computed once. `others` are bounds
+    whose the bounds `others`, whose requests include all of these.
+    """
 
     question: SizingQuestion
     others: Bounds | None = None
@@ -98,7 +99,7 @@ class Bounds:
         return objective.value(taken) if len(taken) else 0.0
 
     def _on(self, shape: EngineSetup) -> PricedWork:
-        """The work on an engine of this shape."""
+        """The work on an engine with these settings."""
         if shape not in self._priced:
             config, its = self._prices(shape)
             work = self._work_of(config.speculative, loaded=bool(config.kv_tiers))
@@ -134,7 +135,9 @@ class Bounds:
         prompt: Array | float = 0.0,
         token: Array | float = 0.0,
     ) -> dict[Metric, Array]:
-        """The least seconds of each request, if its prompt and each token take no less than `prompt` and `token`."""
+        """The lowest latency of each request in seconds, if its prompt takes at least `prompt` and each token at least
+        `token`.
+        """
         work = self._work
         ttft, tpot = np.maximum(works[0].prompt_seconds, prompt), np.maximum(works[-1].token_seconds, token)
         if len(works) > 1:
@@ -142,7 +145,7 @@ class Bounds:
         return {"ttft": ttft, "tpot": tpot[work.decoded > 0], "latency": ttft + work.decoded * tpot}
 
     def _pool(self, pool: EnginePool) -> tuple[int, str]:
-        """The highest rung whose work the pool's engines can do, and the work that limits it."""
+        """The highest rung whose work the pool's engines can do, and the kind of work that limits the rung."""
         if pool not in self._pools:
             work, capacity = self._on(pool.shape), pool.ranks * pool.shape.pipeline_parallel_size
             rung, reason = HIGHEST, "nothing bounds it"

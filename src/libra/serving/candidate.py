@@ -123,7 +123,7 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True)
 class ServingCandidate:
-    """A colocated pool, or a prefill and a decode pool; attention and FFN may be on separate GPUs. A plan may mix
+    """A colocated pool, or a prefill and a decode pool. Attention and FFN may be on separate GPUs. A plan may combine
     several pools of each role."""
 
     pools: tuple[EnginePool, ...]

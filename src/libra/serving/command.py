@@ -25,41 +25,51 @@ def search(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="YAML file of a cluster: GPUs, counts, links.")],
     model: Annotated[str, typer.Option("--model", help="config.json, its directory, or a known name.")],
     requests: Annotated[
-        Path, typer.Option("--requests", help="Requests of users: .jsonl, or a log of others such as Azure's traces.")
+        Path,
+        typer.Option(
+            "--requests", help="Requests of users: a .jsonl file, or a log in another format, such as Azure's traces."
+        ),
     ],
     slo: Annotated[
         str,
         typer.Option(
             "--slo",
             metavar="LIMITS",
-            help="Limits as ttft_p99=1s,tpot_p99=50ms: of ttft, tpot or latency, each as mean, p50, p90, p95 or p99.",
+            help="Latency limits, such as ttft_p99=1s,tpot_p99=50ms: ttft, tpot or latency, with mean, p50, p90, "
+            "p95 or p99.",
         ),
     ],
     rate: Annotated[
         float | None,
-        typer.Option("--rate", help="Requests/s that have to be served (default: search for the rates that last)."),
+        typer.Option("--rate", help="Requests/s to serve (default: search for the highest rates)."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", help="Most GPUs of a deployment (default: the cluster's).")
+        int | None,
+        typer.Option("--gpus", help="Maximum number of GPUs of a deployment (default: all GPUs of the cluster)."),
     ] = None,
     budget: Annotated[
-        float | None, typer.Option("--budget", help="Most that a deployment costs an hour, at the menu's prices.")
+        float | None, typer.Option("--budget", help="Maximum cost of a deployment per hour, at the menu's prices.")
     ] = None,
     menu: Annotated[
-        Path | None, typer.Option("--menu", help="YAML file of allowed settings, and of prices (see docs/search.md).")
+        Path | None,
+        typer.Option("--menu", help="YAML file with the settings to try and the prices (see docs/search.md)."),
     ] = None,
     profile: Annotated[
         str,
         typer.Option("--profile", help="Source of engine times: auto, tables, roofline, or a calibration file."),
     ] = "auto",
     host: Annotated[
-        str, typer.Option("--host", help="Times of the host: none, default, fast, or a file of a fit.")
+        str,
+        typer.Option(
+            "--host", help="Source of CPU times of the engine's host: none, default, fast, or a file of fitted times."
+        ),
     ] = "default",
     plan: Annotated[
         bool,
         typer.Option(
             "--plan",
-            help="Mix engine sizes and GPU types for --rate, beyond one node: a solver counts, a simulation checks.",
+            help="Combine engine sizes and GPU types to serve --rate: a solver chooses the counts, and a "
+            "simulation checks them.",
         ),
     ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes (default: one for each core).")] = None,
@@ -71,11 +81,15 @@ def search(
     ] = None,
     engines_out: Annotated[
         Path | None,
-        typer.Option("--engines-out", metavar="DIR", help="Write each point of the answer as a file of engines here."),
+        typer.Option(
+            "--engines-out",
+            metavar="DIR",
+            help="Write an engines file for each point of the answer into this directory.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output.")] = False,
 ) -> None:
-    """Find the engines that serve requests within latency limits: most per GPU, or for the least GPUs or money.
+    """Find the engines that serve requests within latency limits, with the most requests/s per GPU or the lowest cost.
 
     The menu has colocated engines, and prefill and decode apart, on every GPU type and in every parallelism of the
     cluster. A bound excludes candidates that miss the limits even without any queue. The rest is simulated, on the
@@ -86,7 +100,7 @@ def search(
     Exit status: 0 something serves, 2 bad input, 3 nothing on the menu does, or the requests are too few for a rate,
     130 interrupted.
     """
-    # Imported here: `--help` must not wait for what simulating needs.
+    # The imports are here so that `--help` does not load the simulator.
     from libra.plan.problem import InfeasiblePlanError
     from libra.serving.menu import DEFAULT, ServingMenu, load_menu
     from libra.serving.point_file import write_engines

@@ -1,4 +1,4 @@
-"""Draws of a record that imitate other parts of the same traffic: longer prompts or answers, at a higher rate.
+"""Random samples ("draws") of a record that imitate other parts of the same traffic: longer prompts or answers, at a
 
 Invariant: the same record gives the same draws. A draw has the record's first arrivals at a higher rate, and requests
 of the record in their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix
@@ -34,7 +34,7 @@ _FEWEST = 0.25  # least effective share of the requests: with fewer, a draw woul
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Requests of a record, drawn with weights. They come `density` times as fast as those of the record."""
+    """Requests of a record, drawn with weights. They arrive `density` times as fast as in the record."""
 
     name: str
     requests: tuple[RecordedRequest, ...]

@@ -39,7 +39,7 @@ UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
 
 
 class NoRoomError(ValueError):
-    """An engine cannot have these settings."""
+    """The error for settings that an engine cannot run with."""
 
 
 def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
@@ -109,7 +109,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
 
 
 def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[KVTier, ...]:
-    """The KV tiers of an engine. Raises ValueError that begins with `key` if one cannot hold the longest request."""
+    """The KV tiers of an engine. Raises ValueError that begins with `key` if a tier cannot hold the longest request."""
     return tiers_of(
         shape.kv_tiers,
         key,

@@ -1,4 +1,4 @@
-"""Rates that candidates probably serve, by those of candidates that are like them.
+"""Expected rates of candidates, from the rates of similar candidates.
 
 Invariant: an expectation says where a search begins and which candidates come first; no candidate is rejected for it.
 """

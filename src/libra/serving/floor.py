@@ -100,9 +100,10 @@ def prices(
 def prices_of_rank(
     grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
-    """Prices of one of several ranks that divide experts: its own part, and the part that all do together. All tokens
-    share the latter, so a token costs each rank its increment; and it takes no less than without the other ranks. Times
-    of experts for drafts, and of a drafter's experts, are left out."""
+    """Prices of one of several ranks that divide experts: the rank's own part, and the part that all ranks compute
+    together. share the latter, so a token costs each rank its increment; and it takes no less than without the other
+    ranks. Times of experts for drafts, and of a drafter's experts, are left out.
+    """
     own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
     tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))

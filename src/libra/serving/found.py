@@ -1,6 +1,6 @@
 """State of a search: points, rejections with their reasons, and candidates left to simulate.
 
-Invariant: a candidate is left out only if a bound, or the simulation of one of its pools, shows that it misses the
+Invariant: a candidate is rejected without a full simulation only if a bound, or the simulation of one of its pools,
 given rate, or that a point serves more and is no slower.
 """
 
@@ -61,7 +61,7 @@ class Found:
         self._tried = 0
 
     def waves(self) -> Iterator[list[Asking]]:
-        """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds. Tells
+        """Yield groups of candidates to simulate: first the fastest on idle engines, then the candidates with the best
         progress before the first one."""
         question = self.question
         left = self._left

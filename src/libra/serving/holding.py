@@ -1,4 +1,4 @@
-"""The rate at which a candidate keeps its objectives: on the record, and on draws of it.
+"""The rate at which a candidate keeps its objectives, both on the record and on draws of the record.
 
 Invariant: a rate that holds was simulated on the record and on each of its draws, and missed nothing. It depends only
 on the question and the candidate.
@@ -36,7 +36,7 @@ _SPARE = 0.1  # share of each limit that a short run leaves, where it shows that
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Latencies on the record, or on a draw of it, as shares of their limits."""
+    """Latencies on the record or on one draw, as shares of their limits."""
 
     name: str
     shares: Mapping[str, float]  # by objective
@@ -136,8 +136,9 @@ def _beginning(runs: Runs, asking: Asking) -> tuple[list[str], int]:
 
 
 def _look(runs: Runs, asking: Asking, order: list[str], rate: float) -> list[str]:
-    """Run the draws once at the rate that is expected, and the record if rivals are worth more than the candidate can
-    be; return the order with the first that missed at its head."""
+    """Run each draw once at the expected rate. Run the record, too, if rivals have a higher value than the candidate
+    can be; return the order with the first that missed at its head.
+    """
     if rate > asking.bound:
         return order
     rivals = tuple(it for it in asking.rivals if it.rate > asking.bound)

@@ -1,6 +1,6 @@
 """The ladder of rates, and the highest rungs that candidates serve in simulation.
 
-Invariant: all candidates are compared on the same rungs. The result of one does not depend on the others, on the
+Invariant: all candidates are compared on the same rungs. The result of a candidate does not depend on other
 process that simulates it, or on its bound, as long as the bound holds. A candidate that serves a lasting rate also
 serves the record once at it.
 """
@@ -27,7 +27,7 @@ _ENOUGH = 4_000  # the same in a search, which has many candidates, unless they 
 
 
 def rate_of(rung: int) -> float:
-    """Requests/s of a rung, which counts sixteenths of an octave above 1."""
+    """Requests/s of a rung. Rung 0 is 1 request/s, and 16 rungs double the rate."""
     return float(2 ** (rung / STEPS))
 
 
@@ -41,14 +41,14 @@ def rung_above(rate: float) -> int:
 
 
 def highest_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
-    """The trial at the highest rung at which a candidate serves the record once; None if it serves at none. Rungs above
+    """The trial at the highest rung at which a candidate serves the record once; None if there is no such rung. Rungs
     `bound` count as missed."""
     rung = FIRST if bound == inf else rung_of(min(max(bound, rate_of(LOWEST)), rate_of(HIGHEST)))
     return around(partial(trial, question, candidate), rung, bound)[0]
 
 
 def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
-    """Like `highest_rate`, for lasting rates: from the highest rate at which the record is served once, downwards. Long
+    """Like `highest_rate`, for lasting rates. The search begins at the highest rate at which the candidate serves the
     runs at failing rates end early."""
     once = highest_rate(question, candidate, bound)
     if once is None or _lasting_arrivals(question, once.rate) <= len(question.requests):

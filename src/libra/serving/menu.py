@@ -1,4 +1,4 @@
-"""The menu: the settings of candidates.
+"""The menu: the settings that a search tries.
 
 Invariant: a menu file is valid, or is refused in one line that names the key. Candidates have a fixed order, each once.
 """
@@ -35,8 +35,9 @@ COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (
 
 
 class AfdMenu(Section):
-    """Groups of an engine with attention and FFN on separate GPUs: all pairs of numbers of ranks in which one is a
-    multiple of the other, and the FFN ranks divide the experts."""
+    """Sizes of an engine with attention and FFN on separate GPUs. The search tries each pair in which one number of
+    ranks multiple of the other, and the FFN ranks divide the experts.
+    """
 
     attention: _Counts = (8, 16, 32)
     ffn: _Counts = (8, 16)
@@ -44,7 +45,9 @@ class AfdMenu(Section):
 
 
 class MenuFile(Section):
-    """The keys of a menu file, with vLLM's names. Keys left out have these defaults; null: all possible values."""
+    """The keys of a menu file, with vLLM's names. A missing key has the default below; null means all possible
+    values.
+    """
 
     architectures: Annotated[tuple[Architecture, ...], Field(min_length=1)] = ("colocated", "prefill-decode")
     nodes: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # classes of nodes
@@ -68,8 +71,9 @@ class MenuFile(Section):
         return self
 
     def cluster(self, given: Cluster) -> Cluster:
-        """The cluster with only the menu's classes of nodes. Raises ValueError if it lacks one, or if a price is for a
-        class outside the menu."""
+        """The cluster with only the menu's node classes. Raises ValueError if the cluster lacks one of these classes,
+        or if a class outside the menu.
+        """
         try:
             taken = (
                 given
@@ -112,8 +116,7 @@ class MenuFile(Section):
             for number, it in enumerate(given or ()):
                 if it.shared:
                     raise ValueError(
-                        f"kv_tiers.{place}.{number}.shared of the menu: engines of a search have tiers of their own;"
-                        " leave it out"
+                        f"kv_tiers.{place}.{number}.shared of the menu: a search supports no shared tiers; leave it out"
                     )
         return [tuple(it.described() for it in given or ()) for given in self.kv_tiers]
 
@@ -174,11 +177,11 @@ class ServingMenu:
         return list(dict.fromkeys(found))
 
     def shapes(self, question: SizingQuestion) -> list[EngineSetup]:
-        """The shapes of engines, each once. Raises ValueError if there are too many."""
+        """The engine settings without duplicates. Raises ValueError if there are too many."""
         found = list(dict.fromkeys(islice(self._shapes(question), 10 * _MOST)))
         if len(found) > _MOST:
             raise ValueError(
-                f"the menu gives more than {_MOST:,} shapes of engines: list fewer values of max_num_seqs,"
+                f"the menu gives more than {_MOST:,} engine settings: list fewer values of max_num_seqs,"
                 " max_num_batched_tokens and other keys"
             )
         return found
@@ -286,7 +289,7 @@ def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
     more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
     if not more:
         raise ValueError(
-            "no engine of the menu can be on this cluster: a pipeline is without drafts and does not decode for others,"
+            "no engine of the menu fits this cluster: a pipeline has no drafts and is no decode engine,"
             " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
             " experts, and the cluster has the GPUs of all `engines`"
         )
@@ -303,5 +306,5 @@ def refuse_too_dear(question: SizingQuestion, menu: ServingMenu) -> None:
 def _nothing_so_small(question: SizingQuestion, candidates: Sequence[ServingCandidate]) -> InfeasiblePlanError:
     least = min(candidates, key=question.cost)
     return InfeasiblePlanError(
-        f"the menu has nothing so small: {least} {question.refusal(least)}; raise gpus or budget, or add smaller ones"
+        f"no engine of the menu fits: {least} {question.refusal(least)}; raise gpus or budget, or add smaller engines"
     )

@@ -164,4 +164,7 @@ def _conflict(problem: ServingProblem) -> str:
     tried = f", after {len(problem.cuts)} plans that missed an objective" if problem.cuts else ""
     raised = [it.partition(" ")[0] for it in limits]
     remedy = " or ".join(["lower the rate", *([f"raise {' and '.join(raised)}"] if raised else [])])
-    return f"{problem.rate:g} requests/s need more than there is ({'; '.join([there, *limits])}){tried}: {remedy}"
+    return (
+        f"{problem.rate:g} requests/s need more than the cluster or the limits allow "
+        f"({'; '.join([there, *limits])}){tried}: {remedy}"
+    )

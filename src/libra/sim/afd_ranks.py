@@ -1,6 +1,6 @@
 """Engines with attention and FFN on different ranks, from an engines file.
 
-Invariant: an engine that cannot run is refused in a line that begins with the key.
+Invariant: the error for an engine that cannot run is one line that begins with the key.
 """
 
 from __future__ import annotations

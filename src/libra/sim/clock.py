@@ -1,6 +1,6 @@
 """Simulated time.
 
-Invariant: time is a whole number of picoseconds, so sums do not depend on their order and two ways to compute the same
+Invariant: time is a whole number of picoseconds, so sums do not depend on their order.
 instant give the same instant.
 """
 
@@ -17,7 +17,7 @@ def ticks(seconds: float) -> int:
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{seconds} seconds is not a duration: give a finite number that is not negative")
     if seconds >= LONGEST:
-        raise ValueError(f"{seconds:g} seconds is more than 106 days away: stay below {LONGEST:.3g}")
+        raise ValueError(f"{seconds:g} seconds is longer than 106 days: give less than {LONGEST:.3g}")
     return round(seconds * TICKS)
 
 

@@ -1,6 +1,6 @@
 """The event loop of a simulation.
 
-Invariant: events are handled in one total order: by tick, then by kind, then by the number of the engine, the request
+Invariant: events have one total order: by tick, then by kind, then by the number of the engine, the request or the
 or the order. After the last event of a tick, affected engines plan their next step, in the order of their numbers. So
 the outcome does not depend on how often an engine was visited.
 """
@@ -19,11 +19,12 @@ from libra.sim.events import ARRIVAL, Action, Kind
 
 
 class SimCluster(ClusterState):
-    """One simulation, with the arguments of `ClusterState`, which is run once or with pauses."""
+    """One simulation, with the arguments of `ClusterState`. `run` runs it once, or in parts with pauses."""
 
     def run(self) -> None:
-        """Run until everything has finished, the time limit, or the end of a tick in which `pause` was called. The next
-        call continues from there. Raises RuntimeError if requests wait for an engine that never appears."""
+        """Run until all requests have finished, until the time limit, or until the end of a tick in which `pause` was
+        called. call continues from there. Raises RuntimeError if requests wait for an engine that never appears.
+        """
         self._pausing = False
         collecting = gc.isenabled()
         gc.disable()  # there are no reference cycles, and looking for them would take a third of the time
@@ -92,7 +93,7 @@ class SimCluster(ClusterState):
             what(self.now)
 
     def _interrupted(self, engine: SimEngine, now: int) -> None:
-        """Requests that stopped while an engine planned, and continue on other engines."""
+        """Requests that stopped while an engine planned, and that continue on other engines."""
         if not engine.borrowed:
             self._go_on(engine)
             return
@@ -130,7 +131,7 @@ class SimCluster(ClusterState):
         self.frontend.arrive(request)
 
     def _stop(self, now: int) -> None:
-        """Stop at the time limit: open requests are reported as unfinished."""
+        """Stop at the time limit, and report open requests as unfinished."""
         self.now = now
         self.partial = True
         for engine in self.engines:

@@ -1,4 +1,4 @@
-"""The engines of a simulation, the front end of their requests, and the changes to both while it runs.
+"""The engines of a simulation, the front end of their requests, and the changes to both during the simulation.
 
 Invariant: an engine keeps its number for good, whether or not it is still in service. Code that touches an engine
 makes sure that it plans at this tick, and that the end of its plan is an event.

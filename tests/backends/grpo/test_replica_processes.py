@@ -132,7 +132,7 @@ async def test_a_process_is_killed_in_the_middle_of_step_17(
     assert await stepping == 2  # its share was made by the others, in this step
     assert trainers.names() == ("core-0", "core-1") and all(is_gone(pid) for pid in processes)
     # The leader knows whom it misses, whatever it was about when that one left.
-    killed = "BrokenReplicaError: process 1 of the replica is gone: killed by signal 9"
+    killed = "BrokenReplicaError: process 1 of the replica has ended: killed by signal 9"
     assert stage.lost["hybrid-0"].endswith(killed if process else "the worker closed the connection")
     assert [await step(trainers, version) for version in range(18, STEPS + 1)] == [2] * 3
     await stage.end(trainers, precision)
@@ -193,7 +193,7 @@ async def test_a_process_that_dies_while_nothing_is_to_be_done_takes_its_replica
     while not replica.lost:
         await asyncio.sleep(0.01)
     assert all(is_gone(pid) for pid in processes)
-    assert stage.lost["idle"].endswith("BrokenReplicaError: process 1 of the replica is gone: killed by signal 9")
+    assert stage.lost["idle"].endswith("BrokenReplicaError: process 1 of the replica has ended: killed by signal 9")
 
 
 @pytest.mark.parametrize(("before", "after"), [(SHARDED, ONE_PROCESS), (ONE_PROCESS, SHARDED), (WHOLE, SHARDED)])

@@ -32,7 +32,7 @@ def test_a_grid_has_whole_numbers(size: int, chunk: int) -> None:
 
 
 def test_ranges_outside_are_refused() -> None:
-    with pytest.raises(ValueError, match="bytes 4 to 9 are not in weights of 8 bytes"):
+    with pytest.raises(ValueError, match="bytes 4 to 9 are outside the weights, which have 8 bytes"):
         Grid(8, "bfloat16", 4).touched([(4, 9)])
 
 

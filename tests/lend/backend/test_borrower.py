@@ -215,7 +215,7 @@ def test_a_loan_does_not_outlive_the_word_of_its_lender(shared: Shared) -> None:
     for _ in range(200):
         shared.borrower.step(shared.engine)
     assert shared.engine.began[-1] < until < shared.clock.now
-    assert shared.lender.tally.why == "the lender has not given its word"
+    assert shared.lender.tally.why == "the lender's word is not valid"
     shared.lender.extend(shared.clock.now + 1)
     assert shared.borrower.step(shared.engine) is not None
     assert shared.lender.tally.why == ""
@@ -374,7 +374,7 @@ def test_who_has_nothing_to_compute_still_hears_that_a_loan_came_back(shared: Sh
     assert shared.borrower.tally.why == "" and shared.engine.began
     shared.lender.extend(0.0)
     shared.borrower.watch()
-    assert shared.borrower.tally.why == "the lender has not given its word"
+    assert shared.borrower.tally.why == "the lender's word is not valid"
     assert [step.at for step in shared.lines(LentStep)] == shared.engine.began  # to watch is no step
     assert replay(shared.path).different == ()
 

@@ -142,7 +142,7 @@ def test_blocks_that_are_taken_are_nobodys(vllm: Any) -> None:
                 own = Chain(str(number), random.choice(prompts), random.randrange(length))
                 engine.add(Request(number, 0, length, random.randrange(1, 20), chain=own))
             for _ in range(random.randrange(6)):
-                if engine.busy:
+                if engine.unfinished:
                     engine.schedule()
                     engine.end_oldest(0)
             quota.take(random.randrange(quota.free + 1))

@@ -117,7 +117,7 @@ def test_a_record_of_a_loan_is_shown(tmp_path: Path) -> None:
 
 def test_a_record_without_a_loan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text(TERMS.to_json() + "\n")
-    assert_refused(libra("lend", "report", tmp_path / "empty.jsonl"), "the gate was never asked")
+    assert_refused(libra("lend", "report", tmp_path / "empty.jsonl"), "the record has no request to the gate")
     (tmp_path / "other.jsonl").write_text("{}\n")
     assert_refused(libra("lend", "report", tmp_path / "other.jsonl"), "other.jsonl:1: ")
     assert_refused(libra("lend", "report", tmp_path / "none.jsonl"), "none.jsonl")

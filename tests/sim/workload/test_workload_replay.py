@@ -316,7 +316,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     (
         "a tool beyond all time",
         lambda: Replay([made("a", [Turn(5, "cat", "ok", 2, 1e9), last(1)])]),
-        r"trajectory 'a': turns.0.tool_seconds: 1e\+09 seconds is more than 106 days away",
+        r"trajectory 'a': turns.0.tool_seconds: 1e\+09 seconds is longer than 106 days",
     ),
     ("no slot", lambda: Replay([], concurrency=0), "concurrency is 0"),
     ("no sample", lambda: Replay([], samples_per_prompt=0), "samples_per_prompt is 0"),

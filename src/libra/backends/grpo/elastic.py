@@ -52,7 +52,7 @@ class PeerLostError(RuntimeError):
 
 
 def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
-    """Run `verb` on a daemon thread, since it may wait for a replica that never arrives."""
+    """Run `verb` on a daemon thread, since the call may wait for a replica that never arrives."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -66,7 +66,7 @@ def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
 
 
 class GradientExchange:
-    """One replica's membership. Alone (size 1) every verb is free.
+    """One replica's membership. For a single replica (size 1), every method returns at once.
 
     In a replica of several processes, each exchanges its part with the process of the same number in the others."""
 
@@ -100,7 +100,9 @@ class GradientExchange:
         return store.port
 
     def prepare(self, order: Prepare) -> None:
-        """Start to form a membership during the present one. It replaces one that was prepared and not entered."""
+        """Start to form the next membership during the present one. It replaces a membership that was prepared but not
+        entered.
+        """
         self._prepared, self._forming = order, Future()
         if order.size <= 1:
             self._forming.set_result(None)
@@ -110,7 +112,7 @@ class GradientExchange:
             self._forming = on_thread(f"generation {order.generation}", lambda: _form(order, self._process))
 
     def formed(self, generation: int, seconds: float) -> bool:
-        """Wait `seconds` at most. Returns whether that membership can be entered at once."""
+        """Wait at most `seconds`. Returns whether the prepared membership can be entered at once."""
         self._require_prepared(generation)
         with contextlib.suppress(Exception):  # `enter` reports how it failed
             self._forming.result(seconds)
@@ -148,7 +150,7 @@ class GradientExchange:
         return time.monotonic() - began
 
     def abort(self) -> None:
-        """End this membership. Replicas that wait for this one notice at once."""
+        """End this membership. Replicas that wait for this replica notice at once."""
         self._group = None  # closes the connections
 
     def _require_prepared(self, generation: int) -> Prepare:
@@ -262,7 +264,7 @@ class ElasticReplica:
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
-        """The number of the local state; -1 if it is not a state of the core."""
+        """The number of the local state; -1 if the local state is not a state of the core."""
         if self._behind:
             return -1
         if self._follower is None:

@@ -79,7 +79,7 @@ class Joiner:
         )
 
     def _is_stale(self) -> bool:
-        """Whether the prepared generation is unusable: at first, and after the loss of a replica."""
+        """Whether the prepared generation is unusable, as at first and after the loss of a replica."""
         return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
 
     async def _introduce(self, hold: float | None) -> None:
@@ -134,7 +134,9 @@ class Joiner:
             return self._boundary.waited(began)
 
     async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> StateDigest | None:
-        """The joiner's answer; None when there is none within `hold` seconds: it is busy, and answers later."""
+        """The joiner's answer; None if it does not answer within `hold` seconds, since it is busy and will answer
+        later.
+        """
         self._late = asyncio.create_task(self._ask(order, deadline))
         await asyncio.wait([self._late], timeout=hold)
         if not self._late.done():
@@ -143,7 +145,7 @@ class Joiner:
         return answered.result()
 
     async def _come_level(self, wanted: StateDigest) -> None:
-        """Give the joiner time to reach the core's state of the last boundary, while steps are made."""
+        """Let the joiner reach the core's state of the last boundary while steps are made."""
         await self._hear_out()
         patience = self._membership.patience
         catch_up = CatchUp(wanted.number, self._generation, patience.unknown)

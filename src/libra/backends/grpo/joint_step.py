@@ -1,4 +1,4 @@
-"""Joint work of several replicas, or of the processes of one: its division, and the merging of answers.
+"""Division of work among several replicas, or the processes of one replica, and merging of their answers.
 
 Invariant: every sample is in exactly one share. A merged answer is positive only if all answers are, and names a state
 only if all hold it.
@@ -69,7 +69,7 @@ def split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
 
 
 def split_by(items: Sequence[Item], parts: int, size: Callable[[Item], int]) -> list[list[Item]]:
-    """Parts of nearly equal size: the largest first, each to the part that has the least."""
+    """Parts of nearly equal size: each item, largest first, goes to the smallest part."""
     shares: list[list[Item]] = [[] for _ in range(parts)]
     loads = [0] * parts
     for item in sorted(items, key=lambda item: -size(item)):
@@ -150,7 +150,7 @@ def join_votes(votes: Sequence[Reduced]) -> Reduced:
 
 
 def first_failure(answers: Iterable[Reduced | TrainingMeasured | Entered | Serving | None]) -> str:
-    """The first failure among the answers; empty where none of them failed."""
+    """The first failure among the answers; empty without a failure."""
     return next((answer.failure for answer in answers if answer is not None and answer.failure), "")
 
 

@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens, from logits that exist once.
+"""Log-probs of chosen tokens, computed without a copy of the logits.
 
 Invariant: beyond `LOGIT_CHUNK` tokens, log-probs take a chunk of logits in the type that they are computed in, and no
 second copy of the logits: the backward pass puts the gradient into their memory.

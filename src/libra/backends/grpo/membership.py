@@ -36,7 +36,7 @@ _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Time limits after which a replica counts as lost. Replicas have nearly the same work, so a replica hangs if it
+    """Time limits after which a replica counts as lost. Replicas have nearly equal work, so a replica hangs if it
     needs `factor` times as long as another, plus `floor` seconds. A loaded operating system may delay a healthy process
     by some seconds. Too little patience costs a healthy replica; too much costs only the time that the others wait for
     a broken one."""
@@ -55,7 +55,7 @@ STANDARD = Patience()
 
 
 class Boundary(asyncio.Lock):
-    """Lock between two steps: while one task holds it, no other makes a step or changes the membership.
+    """Lock between two steps: while one task holds the lock, no other task makes a step or changes the membership.
 
     Holding it counts as waiting only while a step is due; otherwise it costs nothing.
     """
@@ -109,7 +109,7 @@ class Membership:
         return (*self.cores, *self.hybrids)
 
     def require_core(self) -> Handle:
-        """The first core replica that is not lost. Raises `CoreLostError` when all are."""
+        """The first core replica that is not lost. Raises `CoreLostError` if all are lost."""
         for replica in self.cores:
             if not replica.lost:
                 return replica
@@ -130,7 +130,7 @@ class Membership:
         allowed: Callable[[float], float] | None = None,
         deadline: float = ANSWER_DEADLINE,
     ) -> list[Reply | None]:
-        """The answers in the order of the orders; None from a replica that is lost.
+        """Send the orders; returns the answers in the same order, with None from a lost replica.
 
         `allowed` computes the time limit for all from the seconds of the first (by default for equal work); `deadline`
         is the limit for the first answer. A replica that takes longer, or fails, is declared lost and killed.
@@ -233,7 +233,7 @@ class Membership:
         await self.enter(await self.prepare(self.replicas))
 
     async def tidy(self) -> None:
-        """Continue without the replicas that were lost since the last step."""
+        """Continue without replicas that were lost since the last step."""
         if self.forget_lost():
             await self.regroup()
 

@@ -29,7 +29,8 @@ from libra.backends.transport.messages import DeviceKind, Sharding
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The place of this process in its replica, and collectives of its processes. Alone (size 1) every verb is free.
+    """The place of this process in its replica, and collectives of the replica's processes. For a single process (size
+    1), every method returns at once.
 
     Every process takes part in each of these collectives, in the same order. If one is gone, they fail for the others,
     which then end, too: a replica has all its processes or does not exist.
@@ -40,7 +41,7 @@ class Inside:
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks with the controller, and writes what the replica publishes and saves."""
+        """Whether this process communicates with the controller, and writes the replica's publications and files."""
         return self.rank == 0
 
     def largest(self, number: int) -> int:
@@ -186,7 +187,7 @@ class ShardedModel(ModelPart):
 
 
 class Gathered(Mapping[str, torch.Tensor]):
-    """Whole tensors, each gathered when it is read and not kept: all processes read them, in the same order."""
+    """Whole tensors, each gathered when read and not stored; all processes read them in the same order."""
 
     def __init__(self, part: ModelPart, own: Tensors) -> None:
         self._part, self._own = part, own

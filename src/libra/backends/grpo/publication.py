@@ -53,11 +53,11 @@ _LOOKS = 30  # in a row: a reader must get back to its own orders
 
 
 class OverrunError(RuntimeError):
-    """The requested update is gone: only a new copy of the state helps."""
+    """The requested update was overwritten, so the joiner needs a new copy of the state."""
 
 
 class UnreachableError(RuntimeError):
-    """The core, or the way to it, is gone."""
+    """The core, or the connection to it, is lost."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -98,10 +98,10 @@ class Update(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publication(Protocol):
-    """A joiner's access to a core. All its verbs may raise `UnreachableError`."""
+    """A joiner's access to a core. All methods may raise `UnreachableError`."""
 
     def at_rest(self) -> bool:
-        """Whether the state is unchanging now; waits some hundredths of a second for a change to end."""
+        """Whether the state is stable; waits some hundredths of a second for a change to end."""
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
         """Fill three vectors; None if the state changed meanwhile, so that they are not one state."""
@@ -124,7 +124,7 @@ class _Map:
 
 
 class StateBoard(_Map):
-    """The owner's end. `vectors` are tensors [length], `slots` tensors [length + 1]."""
+    """The owner's side of a publication. `vectors` are tensors [length], `slots` tensors [length + 1]."""
 
     def __init__(self, shape: Shape) -> None:
         import torch  # a reader needs none
@@ -331,7 +331,7 @@ class SharedPublication(_Map):
         return None
 
     def gradient(self, number: int) -> Vector:
-        """The gradient in the update's slot, whatever the slot holds."""
+        """The gradient in the update's slot, without a check of the slot's content."""
         return self._gradients[number % SLOTS][:-1]
 
     def holds_update(self, number: int) -> bool:

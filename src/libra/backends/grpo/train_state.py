@@ -62,7 +62,7 @@ class FlatLayout:
         }
 
     def signature(self) -> int:
-        """A number that tells layouts apart."""
+        """A number that identifies the layout."""
         return zlib.crc32(repr((list(self.shapes.items()), self.length)).encode())
 
 
@@ -226,11 +226,11 @@ class TrainState:
 
 
 class BehindError(RuntimeError):
-    """The core's state changes faster than this replica can copy it."""
+    """The core's state changes too fast for this replica to copy."""
 
 
 class SilentError(RuntimeError):
-    """The core has been in the middle of a change for too long: it hangs, or is gone."""
+    """The core has been in a change for too long, so it hangs or has ended."""
 
 
 class Follower:

@@ -1,4 +1,4 @@
-"""One process of a training replica, by default its only one: a trainer that steps on samples it is sent.
+"""One process of a training replica, by default the only one, which trains on the samples that it receives.
 
 Invariant: the optimiser steps only on a verdict, after the gradients of all replicas have been summed and divided once.
 Every replica then holds the same parameters, and proves it by their hash. Until the verdict the state does not change.
@@ -137,7 +137,7 @@ class TrainerProcess:
         return Trained(order.version, checksum, self.state.checksum, publish_seconds, norm, diverged)
 
     def discard(self) -> None:
-        """Forget the gradient: the verdict is no."""
+        """Discard the gradient, since the step was not committed."""
         self._reduced = None
 
     def warm_up(self, order: WarmUp) -> WarmedUp:
@@ -205,7 +205,7 @@ class TrainerProcess:
             load_file(directory / OPTIMISER, self.part, self.state.optimiser_tensors())
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
-        """Time training at this device's pace. Parameters and optimiser state are restored, however it ends."""
+        """Measure training at this device's pace. Parameters and optimiser state are restored at any end."""
         kept = self.state.keep()
         batches, steps, exchanges = list[tuple[int, float]](), list[float](), list[float]()
         try:

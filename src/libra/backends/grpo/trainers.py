@@ -85,7 +85,7 @@ def start_order(
 
 
 class DivergedError(RuntimeError):
-    """Replicas that must be equal are not, or their weights are not finite."""
+    """Replicas differ although they must be equal, or their weights are not finite."""
 
 
 def require_sound(what: str, rate: str, diverged: str) -> None:
@@ -117,7 +117,7 @@ class Trainers:
 
     @property
     def core(self) -> Handle:
-        """A present core replica. Raises `CoreLostError` when none is."""
+        """A present core replica. Raises `CoreLostError` if none is present."""
         return self._members.require_core()
 
     def require_core(self) -> None:
@@ -175,7 +175,9 @@ class Trainers:
             return leaving
 
     async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
-        """Answer of a core replica; when it is lost, of the next one. Raises `CoreLostError`, `WorkerFailedError`."""
+        """Answer of a core replica; if it is lost, of the next core replica. Raises `CoreLostError`,
+        `WorkerFailedError`.
+        """
         while True:
             core = self.core
             try:
@@ -246,7 +248,7 @@ class Trainers:
             raise DiskError(directory, OSError(0, str(error))) from None
 
     async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
-        """Have every replica back-propagate its share and sum gradients; None from lost replicas."""
+        """Let every replica back-propagate its share and sum gradients; None from lost replicas."""
         shares = split_evenly(samples, self.size)
         allowed = self._patience.unknown
         if self._token_seconds.below:
@@ -266,12 +268,12 @@ class Trainers:
         )
 
     async def _discard(self) -> None:
-        """Have all remaining replicas forget the gradient."""
+        """Let all remaining replicas discard the gradient."""
         orders = [(replica, Discard()) for replica in self.replicas()]
         await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
-        """Have all replicas step. A loss from here on does not undo the step: the gradient is in the sum."""
+        """Let all replicas step. A later loss does not undo the step, since the sum already contains the gradient."""
         buffer = version % BUFFERS
         orders = [
             (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())

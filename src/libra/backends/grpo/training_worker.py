@@ -124,7 +124,7 @@ class Peer(PeerChannel):
         try:
             answer = self.receive()
         except ConnectionError:
-            raise BrokenReplicaError(f"process {self._number} of the replica is gone: {self._end()}") from None
+            raise BrokenReplicaError(f"process {self._number} of the replica has ended: {self._end()}") from None
         if isinstance(answer, Failure):
             raise BrokenReplicaError(f"process {self._number} of the replica: {answer.error}")
         return answer

@@ -44,11 +44,11 @@ class NodeSlot:
 
 
 class _TornError(CopyError):
-    """Weights arrived, and do not match their checksum."""
+    """The received weights do not match their checksum."""
 
 
 class _Place:
-    """The place of one node, and its present node."""
+    """A place for one node, and its present node."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -67,7 +67,7 @@ class _Place:
         return f"node-{self.number}.{self.generation}"
 
     def give_up(self) -> None:
-        """Give up a node that hangs: it is not lost, but does nothing."""
+        """Stop using a node that hangs: it is not lost, but does not work."""
         if self.node is not None and not self.patience.expired():
             self.patience.reschedule(asyncio.get_running_loop().time())
 
@@ -226,7 +226,7 @@ class ClusterLauncher:
             raise SourceLostError(f"weights v{weights.version} are not on {source}: {error}") from None
 
     async def _once(self, weights: LoadWeights, what: str, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of the task of that name, which is started if it does not exist, or failed."""
+        """The result of the named task, which is started if it does not exist or has failed."""
         task = self._copies.get((weights, what))
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._copies[weights, what] = asyncio.create_task(begin())

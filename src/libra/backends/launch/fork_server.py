@@ -81,7 +81,7 @@ class LaunchError(RuntimeError):
 
 
 class ForkError(RuntimeError):
-    """This one worker process cannot be started now; others are not affected."""
+    """A worker process cannot be started now; other workers are not affected."""
 
 
 class ForkServer:
@@ -367,7 +367,7 @@ def _probe(kind: DeviceKind) -> Bf16Speed:
         found = answer.read()
     os.waitpid(pid, 0)
     if not found:
-        raise RuntimeError("matrix products could not be tried on this device")
+        raise RuntimeError("the test of matrix products did not run on this device")
     return Bf16Speed(**json.loads(found))
 
 

@@ -140,9 +140,10 @@ class SlotOffer:
 
 
 def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
-    """Place of each slot. A node has one for each accelerator, or for each `share` of a core if no node has any; at
-    most `most`. Nodes without room and nodes that are not needed are left out, and the others are numbered in order.
-    Raises `LaunchError` if there is too little room."""
+    """The place of each slot, at most `most` slots. A node has one slot for each accelerator. If no node has an
+    accelerator, most `most`. Nodes without room and nodes that are not needed are left out, and the others are numbered
+    in order. Raises `LaunchError` if there is too little room.
+    """
     accelerated = any(offer.gpus >= 1 for offer in offers)
     rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]
     rooms = [each if most is None else min(each, most) for each in rooms]

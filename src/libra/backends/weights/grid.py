@@ -64,7 +64,7 @@ class Grid(msgspec.Struct, frozen=True):
         mask = np.zeros(len(self), np.bool_)
         for first, end in ranges:
             if not 0 <= first <= end <= self.size:
-                raise ValueError(f"bytes {first} to {end} are not in weights of {self.size} bytes")
+                raise ValueError(f"bytes {first} to {end} are outside the weights, which have {self.size} bytes")
             if first < end:
                 mask[first // self.chunk_bytes : (end - 1) // self.chunk_bytes + 1] = True
         return mask

@@ -1,8 +1,8 @@
 """The agent of a server: a process that starts the borrowing engine, and gives the lender's word for it.
 
-Invariant: the word is given a few seconds at a time, and only while the certified server lives and the borrower makes
-progress. So a loan ends by itself when this process is killed or stopped. It needs no controller: a controller may
-come, leave and return, and finds the engine with its weights.
+Invariant: the lender's word is valid for a few seconds, and is renewed only while the certified server is alive and the
+borrower makes progress. So a loan ends by itself when this process is killed or stopped. A loan needs no controller: a
+controller may connect, disconnect and return, and the engine keeps its weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LendingPeriod:
 
 
 class LendingAgent:
-    """One loan, from `open` to its end."""
+    """The agent of one loan, from `open` to the loan's end."""
 
     def __init__(
         self,
@@ -76,7 +76,9 @@ class LendingAgent:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, lender: LoanOrder, logs: Path, told: Callable[[str], None]) -> AsyncIterator[LendingAgent]:
-        """Raises LendingError if the device must not be lent, LaunchError if no engine can be started."""
+        """Open the loan. Raises LendingError if the device must not be lent, LaunchError if no engine can be
+        started.
+        """
         token = LenderToken(lender.device)
         try:
             server = ServerWatch(lender, token)

@@ -1,7 +1,7 @@
-"""The engine on a lent device, and the run that has it: turns and weights pass through here.
+"""The engine on a lent device, with the run that uses it; turns and weights pass through this module.
 
-Invariant: a run gets the pieces of its own turns, and the engine makes none of them under weights that this run did not
-publish. Of two runs the first has the engine until it leaves; without a run nothing is computed.
+Invariant: a run gets only the results of its own turns, and the engine computes them only with weights that this run
+published. The first run keeps the engine until it disconnects. Without a run, the engine computes nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AgentEngine:
 
     @property
     def there(self) -> bool:
-        """Whether it was started, and has not ended."""
+        """Whether the engine was started and has not ended."""
         return self._link is not None
 
     @property
@@ -145,11 +145,11 @@ class AgentEngine:
     # The engine
 
     def _hangs(self) -> str | None:
-        """Reason why the engine counts as lost; None: it does not."""
+        """Reason why the engine counts as lost; None if it does not."""
         if self._loaded is not None:
             return f"it took no weights in {_LOADING} s" if self._silent > _LOADING else None
         if self.turns and self._silent > _SILENT:
-            return f"it has {len(self.turns)} turns to make and said nothing for {_SILENT} s"
+            return f"it has {len(self.turns)} turns to make and reported nothing for {_SILENT} s"
         return None
 
     async def _hear(self, link: WorkerLink) -> str:
@@ -176,7 +176,9 @@ class AgentEngine:
             return last if isinstance(error, ConnectionError) else f"it sent an unknown message: {error}"
 
     def _pass_on(self, said: Generated) -> None:
-        """Send the controller the reports of its own turns: those of an earlier controller may not have ended yet."""
+        """Send the controller the reports of its own turns, since turns of an earlier controller may still be
+        running.
+        """
         visit = f"{self._visits}."
         ended = [turn.removeprefix(visit) for turn in said.ended if turn.startswith(visit)]
         pieces = [
@@ -236,7 +238,7 @@ class AgentEngine:
         return None if self.ready else NotNow("the engine is not ready yet; try again")
 
     def _other(self, wanted: Borrow) -> str | None:
-        """Reason why the engine does not fit this run; None: it fits."""
+        """Reason why the engine does not fit this run; None if it fits."""
         start = self._order.start
         directory = Path(start.model_directory)
         kv_tokens = start.kv_cache_bytes // kv_bytes_per_token(directory, start.dtype)
@@ -301,12 +303,12 @@ class AgentEngine:
         return True
 
     def _salt(self, asked: str | None) -> str:
-        """The namespace in the prefix cache: KV of one run's weights is invalid for another."""
+        """The namespace in the prefix cache, since KV of one run's weights is invalid for another run."""
         version = f"v{self._held.version}" if self._refresh_kv and self._held is not None else ""
         return f"{self._sources}{version}.{asked or ''}"
 
     def _hang_up(self) -> None:
-        """Leave the controller. Without one nothing is computed; the engine keeps its weights."""
+        """Disconnect the controller. The engine keeps its weights, and computes nothing without a controller."""
         controller, self._controller = self._controller, None
         if controller is not None:
             controller.close()
@@ -317,7 +319,7 @@ class AgentEngine:
 
 
 def _since(before: LoanState, now: LoanState) -> LoanState:
-    """The loan between the two states."""
+    """Result of the loan between two states."""
     return LoanState(
         now.away,
         now.wanted - before.wanted,

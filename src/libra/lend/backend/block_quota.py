@@ -1,7 +1,7 @@
 """The KV blocks that an engine may use: it has addresses for all blocks, and memory only for its own.
 
-Invariant: no request has a taken block. vLLM's pool counts it as used and never allocates it, its prefix cache does not
-know it, and it has no pages. Only public methods of `BlockPool` are called, between two steps.
+Invariant: no request has a taken block. vLLM's pool counts a taken block as used and never allocates it, the prefix
+cache does not contain it, and it has no memory pages. Only public methods of `BlockPool` are called, between two steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from libra.lend.backend.kv_pages import kv_pages
 
 
 class BlockQuota:
-    """Quota of one vLLM engine; at first all blocks are its own. Raises LendingError if its memory cannot be lent.
+    """Quota of one vLLM engine; at first, all blocks belong to the engine. Raises LendingError if its memory cannot be
+    lent.
 
     quota = BlockQuota(scheduler)               # `engine.engine_core.engine_core.scheduler`, of an LLMEngine
     for name in quota.in_the_way(1000):         # last admitted first
@@ -47,9 +48,10 @@ class BlockQuota:
         return int(self._pool.get_num_free_blocks())
 
     def in_the_way(self, count: int) -> list[str]:
-        """Requests, by the scheduler's names, that have to end before `count` blocks can be taken; the last admitted
-        goes first. If that is not enough, all requests with blocks: others hold the rest for a moment, such as KV being
-        saved for another engine."""
+        """Requests, by the scheduler's names, that have to end before `count` blocks can be taken, last admitted first.
+        If ending all requests does not suffice, all are listed; other blocks are held temporarily, for example by KV
+        that is being saved for another engine.
+        """
         missing, gone = count - self.free, []
         manager, used = self._scheduler.kv_cache_manager, Counter[int]()
         for request in reversed(self._admitted()):

@@ -1,8 +1,8 @@
 """Steps of a rollout engine on a device that serves: one per grant, no longer than the grant.
 
-Invariant: a step begins only with the token, within the lender's word, and if the gate grants it by serving's current
-notice; it computes only tokens that end in time. A borrower that overstayed a grant finds out before the next step, and
-the loan rests for a quiet time.
+Invariant: a step begins only with the token, within the lender's word, and with a grant of the gate for serving's
+current notice. A step computes only as many tokens as fit the grant. A borrower that exceeded a grant learns this
+before the next step, and the loan pauses for a quiet time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REST = 0.001  # seconds between two looks at a device that is not free before i
 _STUCK = 1.0  # seconds in which no step fits into any grant
 _RECALLED = 0.02  # seconds until the rule is asked again, where time alone brings the loan back
 
-_NO_WORD = "the lender has not given its word"
+_NO_WORD = "the lender's word is not valid"
 _WHY: dict[Reason, str] = {
     "first token": "a request waits for its first token",
     "due": "the next token is due",
@@ -69,8 +69,10 @@ class GatedBorrower:
         record: LendingRecord | None = None,
         missed: float = 0.0025,
     ) -> None:
-        """`shortest` is the gate's, `most_tokens` the engine's own `max_num_batched_tokens`, `recall` the rule's if it
-        has one, `missed` the share of steps that may exceed their bound."""
+        """Create a borrower. `shortest` is the gate's shortest grant, `most_tokens` the engine's
+        `max_num_batched_tokens`, `recall` the rule's recall if any, and `missed` the share of steps that may exceed
+        their bound.
+        """
         facts = token.about()
         self._token, self._rule, self._recall, self._device = token, rule, recall, device
         self._shortest, self._record = shortest, record
@@ -120,10 +122,10 @@ class GatedBorrower:
         return made
 
     def in_turns(self, pieces: Iterator[Made], patience: float) -> Iterator[Made]:
-        """Yield each piece of work that is no step, holding the device in successive grants.
+        """Yield each piece of work that is not a step, while holding the device in successive grants.
 
-        If serving leaves no time for `patience` seconds in total, the rest is done without a grant. The time of a piece
-        cannot be chosen: an overstay is no breach, and serving waits for none longer than a grant.
+        After `patience` seconds in total without a grant, the remaining work is done without grants. The duration of a
+        piece cannot be chosen, so exceeding a grant is no breach here; serving never waits longer than a grant.
         """
         clock, expires = self._device.clock, -math.inf
         held = False
@@ -152,7 +154,7 @@ class GatedBorrower:
         return False
 
     def watch(self) -> None:
-        """Request a grant without work to compute: only a request shows that a loan has returned."""
+        """Request a grant without work, since only a request shows whether lending has resumed."""
         if self._token.lease <= self._device.clock():
             self._say(_NO_WORD)
             return
@@ -169,7 +171,7 @@ class GatedBorrower:
         return self.serving_steps.seen < self.serving_steps.needed
 
     def rest(self) -> None:
-        """Note that there is nothing to compute, so serving need not leave time."""
+        """Note that there is no work, so serving need not leave time."""
         self._token.wish(0.0)
         self._learn()
         self._say("")
@@ -229,7 +231,7 @@ class GatedBorrower:
         return expires
 
     def _let_go(self) -> bool:
-        """Release the device; returns whether serving went ahead meanwhile."""
+        """Release the device; returns whether serving continued without waiting for the release."""
         try:
             self._token.release()
         except FencedError:
@@ -257,7 +259,7 @@ class GatedBorrower:
         return None
 
     def _why(self, refusal: Refusal, longest: float, notice: ServingNotice) -> str:
-        """Reason why nothing is lent, and the remedy if there is one."""
+        """Reason why nothing is lent, with a remedy if there is one."""
         if refusal.reason == "load" and self._recall is not None and self._recall.recalled is not None:
             return self._recall.recalled
         if refusal.reason != "due":

@@ -1,7 +1,7 @@
 """The borrower's side of a device that is lent.
 
-Invariant: a grant's end is written before the grant begins, so a process that finds the device taken can read it. One
-process borrows.
+Invariant: the end of a grant is written before the grant begins, so a process that finds the device taken can read the
+end. Only one process borrows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from libra.lend.backend.device_page import (
 
 
 class FencedError(RuntimeError):
-    """The borrower held the device beyond its grant, and serving went ahead: it must stop."""
+    """The borrower held the device beyond its grant, and serving continued, so the borrower must stop."""
 
 
 class BorrowerToken:
@@ -61,8 +61,9 @@ class BorrowerToken:
         self._page.tally = tally
 
     def wish(self, seconds: float) -> None:
-        """Publish the slack of serving that makes a grant useful: one serving step and the shortest rollout step. 0:
-        there is nothing to do."""
+        """Publish the least slack of serving that makes a grant useful: one serving step plus the shortest rollout
+        step. 0: the borrower has no work.
+        """
         self._page.fields.wish = seconds
 
     def say_kv(self, asked: int, held: int) -> None:
@@ -71,8 +72,9 @@ class BorrowerToken:
         self._page.fields.kv_held = held
 
     def try_take(self, expires: float) -> bool:
-        """Take the device if it is free; serving waits until `expires` at most. Read serving's notice again before
-        using the device: it may have changed until now. From now on only new requests change it."""
+        """Take the device if it is free; serving waits at most until `expires`. Read serving's notice again before
+        using the device, since it may have changed before this call. Afterwards only new requests change it.
+        """
         # Before the lock: a process that finds it taken reads until when.
         self._page.fields.expires = expires
         if not self._page.lock():

@@ -1,4 +1,4 @@
-"""Devices that a run borrows: those of servers of its own, and those that other users' agents lend.
+"""Devices that a run borrows, from its own servers and from agents.
 
 Invariant: slots are numbered as the pool numbers its workers: the run's own devices, then those of its servers, then
 those of agents.

@@ -137,9 +137,9 @@ class BorrowingEngine:
         return self._borrower.step(self._steps)
 
     def rest(self) -> float | None:
-        """Note that there are no turns. Returns the seconds after which to call `settle` anyway, to ask whether the
-        device is lent again, or to read the times of serving's steps. None: no memory is due, the device is not
-        recalled, and enough is known."""
+        """Note that there are no turns. Returns the seconds after which to call `settle`: to return memory, to check
+        whether lending has resumed, or to read the times of serving's steps. None: no such call is needed.
+        """
         self._since = None
         if self.away:
             self._borrower.watch()
@@ -150,7 +150,7 @@ class BorrowingEngine:
 
     @property
     def away(self) -> str:
-        """Reason why nothing is lent, if that lasts longer than a few steps of serving; else empty."""
+        """Reason why nothing is lent, if this lasts longer than a few steps of serving; otherwise empty."""
         if self._recall is not None and self._recall.recalled is not None:
             return self._recall.recalled
         return self._borrower.tally.why if self._device.clock() - self._granted > _PATIENCE else ""

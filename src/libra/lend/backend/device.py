@@ -1,7 +1,7 @@
 """The device that two engines share.
 
-Invariant: after the end of a step nothing of it runs on the device. Times are of one clock that never jumps and that
-all processes of the device share.
+Invariant: after the end of a step, no work of the step runs on the device. Times are of one clock that never jumps and
+that all processes of the device share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A file that all processes of a lent device map: the notices of each, field by field, and the device's lock.
 
-Invariant: each field has one writer, so none needs a lock. A field of 8 bytes is read whole; serving's notice is longer
-and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and none can set. They
-begin anew with the machine, and so does a page kept on a disk.
+Invariant: each field has only one writer, so no field needs a lock. A field of 8 bytes is read atomically; serving's
+notice is longer and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share. This
+clock restarts with the machine, and a page on a disk then becomes invalid.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class DevicePage:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def only(self, who: str, refusal: str) -> int:
-        """The descriptor of a lock that one process can have, on the file itself and not on its name. Raises
+        """The descriptor of a lock that only one process can have, on the file itself and not on its name. Raises
         LendingError."""
         only = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:

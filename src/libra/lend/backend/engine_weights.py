@@ -1,7 +1,7 @@
-"""The weights of an agent's engine: the agent follows a run's publications for it.
+"""The weights of an agent's engine, for which the agent follows a run's publications.
 
-Invariant: the engine gets only versions that are whole and checked in its memory, one at a time, and the last one is
-not overwritten before the engine has answered. Following another run begins from nothing.
+Invariant: the engine gets only complete, checked versions, one at a time, and the last version is not overwritten
+before the engine has answered. Following another run starts without any weights.
 """
 
 from __future__ import annotations

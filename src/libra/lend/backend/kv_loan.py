@@ -1,8 +1,8 @@
 """The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that gets them.
 
 Invariant: one side unmaps pages before the other maps them. Serving drops its pages before it reports them as ceded,
-and rollout drops its own before it reports them as returned. Both hold only pages that a burst takes beyond the
-reserve, until rollout looks next: at the end of its step, which lasts a grant at most.
+and rollout drops its pages before it reports them as returned. The only pages held by both are those that a burst takes
+beyond the reserve, until rollout's next check at the end of its step, which lasts at most a grant.
 """
 
 from __future__ import annotations

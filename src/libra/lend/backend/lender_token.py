@@ -1,6 +1,7 @@
-"""The agent's side of a device that is lent: a loan depends on its word.
+"""The agent's side of a lent device.
 
-Invariant: a loan ends with the lender's word: a time, which the agent extends while all checks pass. One process lends.
+Invariant: the lender's word is a time, which the agent extends while all checks pass; the loan ends at this time. Only
+one process lends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class LenderToken:
 
     @property
     def replaced(self) -> bool:
-        """Whether the name now belongs to another file."""
+        """Whether the page's path now names another file."""
         return self._page.replaced
 
     @property
@@ -34,7 +35,7 @@ class LenderToken:
         return self._page.has("borrower")
 
     def extend(self, until: float) -> None:
-        """Let the device be borrowed until that time; 0: no longer."""
+        """Permit borrowing until the given time; 0 ends it."""
         self._page.fields.lease = until
 
     def borrower_gone(self) -> None:

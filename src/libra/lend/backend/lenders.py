@@ -1,8 +1,8 @@
 """The launcher of a run that borrows from agents: some of its slots are engines on devices of other users' servers.
 
-Invariant: such an engine is not started or ended, but requested and left. A slot is available while its agent answers
-that the run may have the engine. Until then the agent is asked again, and each new answer is reported once. Agents
-follow the weights that the run publishes; the run does not wait for them.
+Invariant: the run never starts or ends such an engine, but connects to it and disconnects. A slot is available while
+its agent offers the engine. Otherwise the agent is queried again, and each new answer is reported once. Agents follow
+the weights that the run publishes; the run does not wait for them.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class LenderLauncher:
                 self._note(slot, answer)
 
     async def _ask(self, slot: int) -> Message:
-        """Ask whether the engine is available, and leave it again at once."""
+        """Query whether the engine is available, and disconnect at once."""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 channel, _ = await self._connect(slot)
@@ -193,7 +193,7 @@ class LenderLauncher:
         why = answer.why if isinstance(answer, NotNow) else answer.error if isinstance(answer, Failure) else str(answer)
         if self._told.get(slot) != why:
             self._told[slot] = why
-            self._say(f"{self._agents[slot]} lends nothing yet, and is asked again: {why}")
+            self._say(f"{self._agents[slot]} lends nothing yet, and is queried again: {why}")
 
     async def _connect(self, slot: int) -> tuple[ControllerChannel, int]:
         """The channel, and the process at its other end. Raises `OSError`, also if that process is another user's."""

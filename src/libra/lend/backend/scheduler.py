@@ -2,9 +2,9 @@
 
     LIBRA_LEND_DEVICE=/dev/shm/device-0 vllm serve MODEL --scheduler-cls libra.lend.backend.scheduler.LendingScheduler
 
-Invariant: vLLM's own scheduler decides what is scheduled, and in which order. Only the begin of a step differs: with
-the token, or at the end of the current grant. A step that is put off has no tokens, so that the engine takes in new
-requests before it asks again. KV blocks that are ceded are free ones that no request needs.
+Invariant: vLLM's scheduler decides which requests are scheduled, and in which order. Only the start of a step differs:
+a step starts with the token, or at the end of the current grant. A postponed step has no tokens, so that the engine
+accepts new requests before it tries again. Ceded KV blocks are free blocks that no request needs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class BorrowingScheduler(Scheduler):
 
 class _Lending(Scheduler):
     """The methods that lending adds to both kinds of vLLM's scheduler; a subclass chooses the kind. Without the
-    lender's word no process reads serving's notices, so it only reports that there is nothing to lend."""
+    lender's word, no process reads serving's notices, so the scheduler only reports that it lends nothing.
+    """
 
     # On any device: the output of a step is here when it is reported, so the step is over.
     device: LentDevice = Cores()

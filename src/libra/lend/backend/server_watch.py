@@ -1,6 +1,6 @@
 """Checks that an agent's server is alive, and is the certified one.
 
-Invariant: the next look notices that a server has ended or was replaced: by its process, not by the contents of the
+Invariant: the next check notices that a server has ended or was replaced, by its process and not by the contents of the
 device's page.
 """
 
@@ -33,14 +33,14 @@ class ServerWatch:
             raise
 
     def objection(self) -> str | None:
-        """Reason why the server's device must not be lent now; None: it may be."""
+        """Reason why the server's device must not be lent now; None if it may be lent."""
         try:
             return self._seen()
         except LendingError as error:
             return str(error)
 
     def _seen(self) -> str | None:
-        """`objection`, but raises LendingError for one with a remedy."""
+        """Like `objection`, but raises LendingError for a reason with a remedy."""
         pid = self._token.look().pid
         if pid != self._pid:
             self.close()

@@ -1,8 +1,8 @@
-"""The serving engine's side of a device that is lent: it takes the device for a step, and releases it.
+"""The serving engine's side of a lent device: it takes the device for a step, and releases it.
 
-Invariant: serving waits for no borrower longer than the current grant. The lock alone could not promise that (the
-kernel frees it only after it has torn down a killed process), so a grant has an end, written before it begins. After
-the end serving continues without the lock, and reports this by a new epoch.
+Invariant: serving never waits for a borrower longer than the current grant. The lock alone cannot guarantee this, since
+the kernel frees it only after it has removed a killed process. So a grant has an end, which is written before the grant
+begins. After this end, serving continues without the lock, and reports this by a new epoch.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class ServingToken:
         self.publish(view, kv, pace)
 
     def acquire(self) -> bool:
-        """Take the device. False: it was lent meanwhile, and serving has time to spare again; publish the newly arrived
+        """Take the device. False: the device was lent meanwhile, and serving again has time to spare; publish the new
         requests, and call again.
 
-        A borrower that wants the spare time gets a moment to take it, since the instant between two steps is too short.
-        Serving then waits until the end of the grant, and not longer.
+        A borrower that wants the spare time gets a moment to take the device, since the time between two steps is too
+        short. Serving then waits at most until the end of the grant.
         """
         if self._held:
             return True

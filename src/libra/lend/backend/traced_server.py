@@ -1,8 +1,8 @@
-"""A server under recorded traffic: it represents users and their server in demonstrations and tests of lending.
+"""A server under recorded traffic, which represents users and their server in demonstrations and tests of lending.
 
-Invariant: requests arrive at their recorded times, whatever the engine is doing. The engine is vLLM with
-`LendingScheduler`, as in `vllm serve`; only HTTP and tokenisation are left out. A loan ends with this process: its word
-has to be renewed.
+Invariant: requests arrive at their recorded times, independent of the engine's state. The engine is vLLM with
+`LendingScheduler`, as in `vllm serve`, without HTTP and tokenisation. A loan ends with this process, since its word has
+to be renewed.
 """
 
 from __future__ import annotations

@@ -39,32 +39,35 @@ def check(
         Path, typer.Argument(metavar="ENGINE", help="YAML file with the serving engine, as for `libra simulate`.")
     ],
     traffic: Annotated[
-        Path, typer.Option("--traffic", help="Its requests: .jsonl, or a log of others such as Azure's.")
+        Path, typer.Option("--traffic", help="Requests of its users: .jsonl, or another log, such as Azure's.")
     ],
     ttft: Annotated[str, typer.Option(help="SLO: time to the first token, such as 1s; a bare number is seconds.")],
-    tpot: Annotated[str, typer.Option(help="SLO: time of a token after the first, such as 50ms.")],
+    tpot: Annotated[str, typer.Option(help="SLO: time per token after the first, such as 50ms.")],
     use: Annotated[
-        str, typer.Option(help="Shares of tpot that serving may be slowed down to, each tried.")
+        str, typer.Option(help="Shares of tpot to which serving may be slowed down; each is tried.")
     ] = "0.6,0.8,0.95",
-    longest_grant: Annotated[float, typer.Option(help="Most seconds that a rollout step has the device.")] = 0.03,
+    longest_grant: Annotated[
+        float, typer.Option(help="Longest time in seconds for which a rollout step has the device.")
+    ] = 0.03,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="Write the certificate of the highest rate to this file, or each to one with {use} in its name.",
+            help="Write the certificate of the highest rate to this file; with {use} in the name, write a file "
+            "for each certificate.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all certificates as JSON.")] = False,
 ) -> None:
     """Find how much of a serving engine's time can be lent without costing its users their SLO.
 
-    The traffic is replayed at 0.1, 0.2, ... 2 times its rate, alone and with a borrower that spends every grant to its
-    end. A certificate holds up to the largest of these rates at which lending makes no request miss its SLO.
+    The traffic is replayed at 0.1, 0.2, ... 2 times its rate: alone, and with a borrower that uses every grant to its
+    end. A certificate is valid up to the highest of these rates at which lending makes no request miss its SLO.
 
     Exit status: 0 done, 2 bad input (also an SLO that serving alone misses), 3 nothing can be lent.
     """
-    # Imported here: `--help` must not wait for what simulating needs.
+    # Imported here, so that `--help` need not load the simulator.
     from libra.config.units import PLAUSIBLE, duration
     from libra.lend.certificate import best, certificate_json
     from libra.lend.gate import Slo
@@ -95,17 +98,19 @@ def check(
 @app.command()
 def serve(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the loan, as examples/loan.yaml.")],
-    period: Annotated[float, typer.Option(help="Seconds between two lines on the progress of the loan.")] = 10.0,
+    period: Annotated[float, typer.Option(help="Seconds between two progress lines.")] = 10.0,
     logs: Annotated[
-        Path | None, typer.Option("--logs", help="Directory for the logs of its processes; else a temporary one.")
+        Path | None,
+        typer.Option("--logs", help="Directory for the logs of the processes (default: a temporary directory)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per period.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per period.")] = False,
 ) -> None:
     """Lend the device of a vLLM server that runs here, with LendingScheduler, to a rollout engine.
 
-    Starts the engine next to the server and renews the lender's word for it every few seconds. The loan pauses while
-    load is outside the certificate's envelope or the server is away, and ends with this process. A controller reaches
-    the engine at a Unix socket; without a controller the engine computes nothing and uses none of the device.
+    Starts the engine next to the server, and renews the lender's word every few seconds. The loan pauses while the load
+    is outside the certificate's envelope, or the server is not running. It ends with this process. A controller
+    connects to the engine at a Unix socket. Without a controller, the engine computes nothing and does not use the
+    device.
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 1 the loan cannot continue, 2 bad input.
     """
@@ -149,7 +154,7 @@ def report(
     record: Annotated[
         Path, typer.Argument(metavar="RECORD", help="Record of a borrower: the file that `record` of a loan names.")
     ],
-    html: Annotated[Path | None, typer.Option("--html", help="Write it as an HTML page to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the history as an HTML page to this file.")] = None,
     timeline: TraceFile = None,
 ) -> None:
     """Show the history of a loan: grants, recalls, load, and how early the tokens of users came.
@@ -166,7 +171,7 @@ def report(
         check_writable(html, timeline, reads=(record,))
         loan = recorded_loan(record)
         if loan is None or not loan.seconds:
-            raise ValueError(f"{record}: the gate was never asked, so there is nothing to show")
+            raise ValueError(f"{record}: the record has no request to the gate, so there is nothing to show")
         had = percent(sum(it.end - it.start for it in loan.grants) / loan.seconds)
         given = f"{plural(len(loan.grants), 'grant')}, {plural(len(loan.recalls), 'recall')}"
         words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."

@@ -78,7 +78,7 @@ def described_tenancy(
     if len(lenders) != len(traffic):
         raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
     if not plan.loans:
-        raise ValueError("--lender is for a plan that borrows, and this one has no loans: leave it out")
+        raise ValueError("--lender is for a plan with loans, but this plan has none: leave it out")
     engines = []
     for file, log in zip(lenders, traffic, strict=True):
         spec, model, hardware = load_lender(file, lambda note: tell_notes([note], err=True))

@@ -1,7 +1,7 @@
-"""Questions of a borrower to its gate, with the answers: the lines of `lending.jsonl`.
+"""Requests of a borrower to its gate, with the answers: the lines of `lending.jsonl`.
 
-Invariant: a file can be replayed. The rule that its first line describes gives all answers of the file to the questions
-of the file. Times are seconds of the machine's monotonic clock.
+Invariant: a file can be replayed: the rule in its first line gives the same answers to the same requests. Times are
+seconds of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class LendingAnswer(Record):
 
     @property
     def answer(self) -> Grant | Refusal:
-        """The answer of the gate. Raises ValueError if there is none."""
+        """The answer of the gate. Raises ValueError for a line without an answer."""
         if self.granted is not None:
             return Grant(self.at + self.granted, self.granted)
         if self.refused is None:
@@ -201,8 +201,9 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
 
 
 def replay(path: Path) -> RecordReplay:
-    """Put the same questions to the same rule again. A borrower that restarted wrote its terms again, which starts a
-    new rule. Raises `RecordFormatError`."""
+    """Give the same requests to the same rule again. A restarted borrower writes its terms again, which starts a new
+    rule. Raises `RecordFormatError`.
+    """
     rule: SharingRule | None = None
     different, answers = [], 0
     for number, said in enumerate(read_lending(path), start=1):

@@ -1,7 +1,7 @@
 """A rollout engine on a device that serves: an iteration begins only with a grant.
 
-Invariant: arrivals of serving do not depend on rollout, and a serving step waits at most for the iteration in progress.
-Iterations on consecutive grants are simulated together, without a visible difference.
+Invariant: arrivals at the server do not depend on rollout, and a serving step waits at most for the iteration in
+progress. Iterations on consecutive grants are simulated together, with the same results.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class LenderDevice:
         self._averaged, self._lent = self.at, self.lent
 
     def serve_out(self, now: int) -> list[Request]:
-        """Serve alone until all requests that arrived by `now` have finished. Returns these."""
+        """Serve alone until all requests that arrived by `now` have finished; returns these requests."""
         self.serve_alone(now)
         if self.tenant.arrive(self.at):
             self.decide(self.tenant.view(self._since), self.at)

@@ -21,7 +21,7 @@ from libra.sim.engine.request import Request
 
 
 class Borrower(Protocol):
-    """A user of grants."""
+    """Interface of a borrower, which uses grants."""
 
     def spend(self, now: int, grant: int) -> int:
         """Ticks of a step that begins now, at most `grant`; 0: there is nothing to do."""
@@ -29,7 +29,7 @@ class Borrower(Protocol):
 
 
 class SpendsAll:
-    """The worst borrower: it uses every grant to its end."""
+    """The worst case: a borrower that uses every grant to its end."""
 
     def spend(self, now: int, grant: int) -> int:
         return grant

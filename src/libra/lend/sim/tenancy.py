@@ -1,7 +1,7 @@
 """Serving on the devices that a plan borrows.
 
-Invariant: the plan determines the lent engines and their contexts; serving on their devices determines only when they
-may compute.
+Invariant: the plan determines the lent engines and their contexts. Serving on their devices determines only the times
+at which they may compute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A serving engine under its traffic, one step at a time; the caller decides when it steps.
+"""A serving engine under its traffic, one step at a time; the caller starts each step.
 
-Invariant: the state that serving reports between two steps follows from its requests and its steps alone. No borrower
-of the device changes when its tokens are due.
+Invariant: the state between two steps depends only on the engine's requests and steps. A borrower of the device never
+changes due times.
 """
 
 from __future__ import annotations

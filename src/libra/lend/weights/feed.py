@@ -1,9 +1,8 @@
-"""A node's feed for others: the deltas that it keeps, and all of a version for a reader that is too far behind.
+"""A node's feed of weights: stored deltas, and whole chunks for a reader that is too far behind.
 
-Invariant: of every chunk the feed keeps all deltas from version `kept_from` to `newest`. It gives a reader each of them
-once, or the whole chunk if the reader's version is older. So a reader that applies all of them reaches the feed's
-version, wherever it began. Bytes for slow readers are kept once for all of them. It decides and does no I/O; its writer
-awaits `room` first.
+Invariant: the feed keeps all deltas of every chunk from version `kept_from` to `newest`. A reader gets each delta once,
+or the whole chunk if its version is older. So a reader that applies everything reaches the feed's version, from any
+start. Bytes for slow readers are stored once for all readers. The feed does no I/O; its writer awaits `room` first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A node's copy of the weights, in two halves: engines load one while the next version is built in the other.
 
 Invariant: the half that engines load is one published version, and every chunk of it was checked against the sender's
-checksum after it was written. A delta is applied to its base, or not at all. A failed chunk is not trusted any more and
-has to be requested whole; this does not affect the half that engines load.
+checksum after it was written. A delta is applied only to its own base. A failed chunk becomes invalid and has to be
+requested as a whole; this does not affect the half that engines load.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Handles on the publisher and the follower, for the processes that own them.
 
-Invariant: each ends with its owner, and when its owner closes it. The last line of its log is the reason of its end.
+Invariant: each process ends with its owner, or when its owner closes it. The last line of its log is the reason for its
+end.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Owned:
         self._process.stdin.write(line + b"\n")
 
     async def _read(self) -> bytes:
-        """Its next line. Raises `WeightsProcessError`."""
+        """The next line of the process. Raises `WeightsProcessError`."""
         assert self._process.stdout is not None
         if line := await self._process.stdout.readline():
             return line

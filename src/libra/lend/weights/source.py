@@ -1,8 +1,8 @@
 """Source of weights on a trainer's node: it gives others each publication as deltas from the one before.
 
 Invariant: a version is called complete only if it matches the trainer's checksum. The source keeps its own copy of its
-last publication, so it never relies on memory that a trainer may overwrite: it is late, or reports that the publication
-is gone. Trainers do not wait for it.
+last publication, so it does not depend on memory that a trainer may overwrite. If it is too slow, it is late, or
+reports that the publication was overwritten. Trainers do not wait for the source.
 """
 
 from __future__ import annotations

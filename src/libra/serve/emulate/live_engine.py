@@ -1,6 +1,6 @@
 """A simulated engine that runs in real time.
 
-Invariant: every event happens at the simulator's tick for requests that arrive at these times. A busy event loop delays
+Invariant: every event has the tick that the simulator gives for the same arrival times. A busy event loop delays the
 its report, not the event.
 """
 
@@ -20,8 +20,9 @@ _ROUNDING = 1e-9  # seconds: loop times are floats, and must not fall before the
 
 
 class WallClock:
-    """Simulated time tied to the event loop's, one to one, from tick 0 at construction; with a `speed` of 2 it passes
-    twice as fast."""
+    """Simulated time that follows the event loop's clock from tick 0 at construction. With a `speed` of 2, simulated
+    time twice as fast.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, speed: float = 1.0) -> None:
         if not speed > 0:
@@ -138,8 +139,9 @@ class LiveEngine:
     # Time
 
     def _catch_up(self) -> int:
-        """Simulate everything up to now, and return the current tick. Scheduling at this tick is left open: more
-        requests may arrive at it."""
+        """Simulate everything up to now, and return the current tick. Scheduling at this tick does not happen yet,
+        because requests may arrive at it.
+        """
         now, engine = self._clock.now(), self._engine
         while True:
             if self._undecided is not None and self._undecided < now:
@@ -153,7 +155,7 @@ class LiveEngine:
                 self._firsts.pop(request).set_result(None)
 
     def _reschedule(self, now: int) -> None:
-        """Schedule for a request that arrived or left at this tick, after all others of the same tick."""
+        """Schedule for a request that arrived or left at this tick, after all other requests of the same tick."""
         if not self._engine.busy or self._engine.open:
             self._undecided = now
         self._wake_by(self._clock.soon(self._wake))

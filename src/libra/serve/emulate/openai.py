@@ -1,6 +1,6 @@
 """Requests and responses of OpenAI's API, as in vLLM.
 
-Invariant: a parameter that would change the response is emulated or refused; sampling parameters (temperature,
+Invariants: a parameter that would change the response is emulated or refused. Sampling parameters (temperature,
 penalties) are accepted and ignored, as there is no model. Text has four characters a token, so a response that returns
 in a prompt has the same tokens.
 """

@@ -1,6 +1,6 @@
 """The HTTP application of emulated engines: all in one process, each with a base URL `/engines/NAME/v1`.
 
-Invariant: a response is sent when the simulator has generated its last token, and a request whose client has
+Invariants: the emulator sends a response when the simulator has generated the last token of the response. A request is
 disconnected is cancelled.
 """
 
@@ -32,15 +32,15 @@ _METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, s
     (GaugeMetricFamily, "num_requests_running", "Requests in the batch.", "running"),
     (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", "waiting"),
     (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", "kv_usage"),
-    (CounterMetricFamily, "prompt_tokens", "Prompt tokens of requests that ended.", "prompt_tokens"),
-    (CounterMetricFamily, "generation_tokens", "Generated tokens of those.", "generated_tokens"),
+    (CounterMetricFamily, "prompt_tokens", "Prompt tokens of finished requests.", "prompt_tokens"),
+    (CounterMetricFamily, "generation_tokens", "Generated tokens of finished requests.", "generated_tokens"),
 )
 _REMEMBERED = 2  # blocks in the prefix index per block of the engine's KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """A path that generates."""
+    """A path for requests that generate tokens."""
 
     parse: Callable[[bytes, int], GenerationRequest]  # a body, and the longest context
     answer: type[Answer] = Answer
@@ -93,7 +93,7 @@ class Emulator:
         return metrics_response(_families(self._asked(request)))
 
     def _asked(self, request: web.Request) -> Mapping[str, LiveEngine]:
-        """The engine of the path, or all of them."""
+        """The engine that the path names, or all engines."""
         if "engine" not in request.match_info:
             return self.engines
         name = self._named(request)

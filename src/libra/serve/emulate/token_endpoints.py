@@ -55,7 +55,7 @@ def parse_sglang(body: bytes, longest: int) -> GenerationRequest:
 
 
 class TokenAnswer(Answer):
-    """vLLM's answer: token ids, and no text and no usage."""
+    """vLLM's response: token ids, without text and usage."""
 
     def whole(self, cached_tokens: int) -> bytes:
         return msgspec.json.encode(self._said(self.tokens, last=True))

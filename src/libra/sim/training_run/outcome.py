@@ -77,7 +77,7 @@ class SimulatedRun:
 
     @property
     def throughput(self) -> float:
-        """Generated tokens that were trained on, per second."""
+        """Generated tokens per second, counting only tokens that training used."""
         return self.generated_tokens / self.seconds
 
     @property

@@ -30,10 +30,10 @@ class Call:
 
 
 def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SECONDS) -> tuple[Call, ...]:
-    """All calls of a trajectory; tools after the last one are left out.
+    """All calls of a trajectory, without the tools after the last call.
 
-    A tool of unrecorded duration takes `unknown_tool_seconds`, no tool takes none. Raises ValueError for a call without
-    any context, which an engine refuses.
+    A tool without a recorded duration takes `unknown_tool_seconds`. Raises ValueError for a call without context,
+    because any context, which an engine refuses.
     """
     unknown = ticks(unknown_tool_seconds)
     made: list[Call] = []
