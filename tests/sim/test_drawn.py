@@ -46,7 +46,7 @@ def test_a_request_has_as_many_tokens_as_are_accepted_and_one() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_others_find_what_was_known_when_the_latest_iteration_was_scheduled(exact: bool) -> None:
+def test_others_find_what_was_known_when_the_last_ended_iteration_was_scheduled(exact: bool) -> None:
     """As above; in blocks of one token. Its end makes the rest known, but for the last token, which has no KV."""
     chain = _chain()
     tokens: list[tuple[int, int]] = []
