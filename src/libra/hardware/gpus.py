@@ -275,7 +275,7 @@ _L40S_KERNELS = replace(
 
 def _unmeasured(gpu: GPU) -> KernelRates:
     """Rates of a GPU without measurements: the data sheet's rates times the average share that H100 and H200 reach of
-    theirs,
+    theirs, with the fixed times of H100.
     """
     return replace(
         _H100_KERNELS,

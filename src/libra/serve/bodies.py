@@ -20,8 +20,9 @@ _FORMATS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate
 
 
 async def body_of(request: web.Request, most: int | None = None) -> bytes:
-    """Read the whole body and decompress it. `most` is its maximum size in bytes, if less than the application's limit.
-    `RefusedRequest` if it is too large, damaged, or arrives too slowly."""
+    """Read the whole body and decompress it. `most` is the maximum size in bytes, if less than the application's
+    limit. Raises `RefusedRequest` if the body is too large, damaged, or arrives too slowly.
+    """
     limits = request.app[CONNECTIONS].limits
     most = request.client_max_size if most is None else min(most, request.client_max_size)
     if request.content_length is not None and request.content_length > most:

@@ -1,9 +1,9 @@
 """Access control of an HTTP listener.
 
 Invariants: a web page in a browser on this machine cannot use a listener, even through a name that resolves to the
-`Host` of a request names this machine, its `Origin` is the listener's own, and a body is declared as JSON, which
-browsers do not send to another origin without asking it first. A listener that other machines can reach requires a
-bearer token.
+listener's address. The `Host` of a request names this machine, and its `Origin` is the listener's own. A body is
+declared as JSON, which browsers do not send to another origin without asking it first. A listener that other machines
+can reach requires a bearer token.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """HTTP servers of the gateway, emulated engines and metrics, with thousands of requests in flight.
 
 Invariants: the address is announced only after the server answers there. At shutdown, pending requests end within a
-that sends no request, or reads nothing of its response, is closed in time. The garbage collector runs only after
-`_CONNECTIONS` new connections, and only if the process has grown by their garbage. It also runs after a rush, when few
-connections are left, and then free memory is returned to the system. It visits every object of every request in flight,
-and Python would run it whenever their number grows. Yet requests leave no garbage: the only reference cycles are those
-of closed transports of asyncio itself, before Python 3.12.
+second. A connection that sends no request, or reads nothing of its response, is closed in time. The garbage collector
+runs only after `_CONNECTIONS` new connections, and only if the process has grown by their garbage. It also runs after a
+rush, when few connections are left, and then free memory is returned to the system. It visits every object of every
+request in flight, and Python would run it whenever their number grows. Yet requests leave no garbage: the only
+reference cycles are those of closed transports of asyncio itself, before Python 3.12.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ async def serving(
     application: web.Application, host: str, port: int, limits: HttpLimits = EMULATOR, token: str | None = None
 ) -> AsyncIterator[str]:
     """Yields the address of a server; port 0 means any free port. Clients must send the bearer token `token`. Raises
-    with host and port, if it cannot listen, and ValueError without a token if other machines can reach the host."""
+    OSError with host and port if the server cannot listen. Raises ValueError if other machines can reach the host and
+    there is no token.
+    """
     guard = Guard(host, token)
     limits = within_open_files(limits)
     connections = application[CONNECTIONS] = Connections(limits)

@@ -30,7 +30,7 @@ setInterval(async () => {
   const state = document.getElementById("live");
   if (!answer || !answer.ok) {
     const why = answer ? (await answer.json()).error.message : "the command that serves it does not answer";
-    state.textContent = "This page is not up to date:  " + why;
+    state.textContent = "This page is not up to date: " + why;
     return;
   }
   const newest = await answer.text();

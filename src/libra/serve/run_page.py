@@ -1,7 +1,7 @@
 """The page of a run in a browser, during the run and after its end.
 
 Invariant: the page is the one of `libra report`, made from the run's records, so the page does not affect the run. Only
-at a time.
+one page is made at a time.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _BASE, _TRACES, _OFF = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES
 
 def span_endpoint(given: str | None, variables: Mapping[str, str], name: str = "--otel") -> str | None:
     """The address that receives traces; None if no spans are sent. `name` is the name of the option. Raises ValueError
-    for a address.
+    for a malformed address.
 
     >>> span_endpoint("http://127.0.0.1:4318", {})
     'http://127.0.0.1:4318/v1/traces'

@@ -1,7 +1,7 @@
 """Spans on their way to a collector, by OTLP over HTTP.
 
 Invariant: a separate thread sends spans in batches. A collector that does not answer delays no turn, and delays the end
-seconds only; spans are then lost, and a line a minute says so. Other settings come from the standard variables
+by seconds only. Spans are then lost, and the log says so once a minute. Other settings come from the standard variables
 `OTEL_...`, such as `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER` and `OTEL_EXPORTER_OTLP_HEADERS`.
 """
 
@@ -46,7 +46,7 @@ class _ToldExporter(SpanExporter):
 @contextmanager
 def exporting(endpoint: str, service: str) -> Iterator[Tracer]:
     """A tracer that sends its spans to the collector at `endpoint`, and sends the last spans on exit. `service` names
-    the unless the standard variables do.
+    the sender, unless the standard variables do.
     """
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):

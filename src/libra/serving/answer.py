@@ -19,7 +19,7 @@ from libra.serving.question import BRIEF, LASTING, SizingQuestion
 from libra.serving.trial import Trial
 from libra.serving.verdict import tenths
 
-_BUSY = 0.8  # share of its bandwidth from which a network is mentioned
+_BUSY = 0.8  # least used share of a network's bandwidth at which the network is mentioned
 
 By = Literal["bound", "simulation", "dominated"]
 
@@ -48,7 +48,7 @@ class Point:
 
     def dominates(self, other: Point) -> bool:
         """Whether this point dominates the other: no lower goodput, and no higher TTFT and TPOT in tenths of their
-        in all of these, the one with lower latencies dominates."""
+        limits. Of points that are equal in all of these, the one with lower latencies dominates."""
         if (self.value, self.tenths) == (other.value, other.tenths):
             return self.criteria < other.criteria
         no_slower = all(one <= another for one, another in zip(self.tenths, other.tenths, strict=True))
@@ -129,7 +129,7 @@ class SizingAnswer:
 
     def caution(self) -> str | None:
         """A warning if there are too few requests. A deployment may then serve all of them in time although its queue
-        grows, that the percentile of an objective is the slowest of them.
+        grows, or the percentile of an objective is the latency of the slowest request.
         """
         if not self.points:
             return None

@@ -1,8 +1,8 @@
 """Upper bounds on rates and lower bounds on latencies: without queueing, by lower bounds on prices.
 
-Invariant: a rate refused here also fails in simulation. Work is the requests' demand on one pool, on any of its
-engines. It must be done by the latest times at which the requests may be served, except for the most expensive
-requests, which may miss an objective.
+Invariant: a rate refused here also fails in simulation. Work is the demand of the requests on all engines of one pool.
+The engines must do it by the latest times at which the requests may be served. The most expensive requests, which may
+miss an objective, are excepted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RateBound:
 @dataclass(slots=True)
 class Bounds:
     """Bounds of all candidates of one question. Pools that candidates share are computed once. `others` are bounds
-    whose the bounds `others`, whose requests include all of these.
+    of a question whose requests include all of these; prices may be taken from them.
     """
 
     question: SizingQuestion
@@ -91,7 +91,8 @@ class Bounds:
         return ttft, tpot
 
     def least(self, candidate: ServingCandidate, objective: Objective) -> float:
-        """Least value of the objective in seconds, without any queue; infinite if its engines have no room."""
+        """Least value of the objective in seconds, without any queue; infinite if the candidate's engines have no
+        room."""
         try:
             taken = self._latency(candidate, [self._on(pool.shape) for pool in candidate.pools])[objective.metric]
         except NoRoomError:

@@ -1,4 +1,5 @@
-"""Random samples ("draws") of a record that imitate other parts of the same traffic: longer prompts or answers, at a
+"""Random samples ("draws") of a record. They imitate other parts of the same traffic: longer prompts or answers, at a
+higher rate.
 
 Invariant: the same record gives the same draws. A draw has the record's first arrivals at a higher rate, and requests
 of the record in their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix
@@ -66,8 +67,9 @@ def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
 def raised(lengths: Array, prior: float, gaps: Array) -> tuple[float, float]:
     """Mean length and rate of a draw, in multiples of those of the record.
 
-    The length of another part differs from that of the record by the drift of both: the mean of a short record strays
-    as far as that of a part, the mean of a long one hardly. The rate is asked for: it drifts in the other part alone.
+    The mean length of another part differs from the record's by the drift of both: the mean of a short record drifts as
+    far as the mean of a part, and the mean of a long record hardly drifts. The search chooses the rate, so only the
+    other part's rate drifts.
     """
     own = _PRIOR / (len(lengths) + _PRIOR)
     length, rate = drift_of(lengths, prior) ** 2 * (1 + own), drift_of(gaps, GAP_DRIFT) ** 2
@@ -83,8 +85,9 @@ def drift_of(lengths: Array, prior: float) -> float:
 
 
 def _weights(lengths: Array, target: float) -> Array:
-    """[requests] shares, exponential in the length, with a mean length of `target` times the mean, or the longest with
-    an effective share of requests of `_FEWEST`. Of all weights with that mean they change the distribution least."""
+    """[requests] shares, exponential in the length, with a mean length of `target` times the mean; or the longest mean
+    at which the effective share of requests is `_FEWEST`. Of all weights with this mean, they change the distribution
+    least."""
     low, high = 0.0, 64.0
     scaled = lengths / lengths.mean()
 

@@ -81,7 +81,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
     )
     if shape.apart is not None:
         _require_ffn_memory(question, shape, shape.apart)
-    blocks = max(0, tokens // BLOCK - 1)  # vLLM keeps one for itself
+    blocks = max(0, tokens // BLOCK - 1)  # vLLM keeps one block for itself
     if blocks * BLOCK < question.longest:
         raise NoRoomError(
             f"memory leaves KV for {blocks * BLOCK:,} tokens, less than the longest request ({question.longest:,})"
@@ -273,7 +273,7 @@ def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork 
 
 @lru_cache(maxsize=128)
 def _cost(grid: EngineGrid, config: EngineConfig, drafter: EngineGrid | None) -> GridCost:
-    """Cached, as many candidates differ only in the number of engines."""
+    """The cost of an engine, cached since many candidates differ only in the number of engines."""
     return GridCost(grid, config, drafter=drafter)
 
 

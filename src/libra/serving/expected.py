@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from libra.serving.candidate import EnginePool, ServingCandidate
 from libra.serving.draws import ANSWERS, PROMPTS
 
-_SHORT = 0.9  # share of what its prefill engines serve, below which decode engines limit a pair
-_CLOSE = 0.8  # share from which engines of another number probably keep up
+_SHORT = 0.9  # share of the prefill engines' rate; below this share, decode engines limit a pair
+_CLOSE = 0.8  # least share of the prefill engines' rate at which decode engines probably keep up
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Expectation:
 
 @dataclass(slots=True)
 class Expectations:
-    """Rates of pools: of prefill and decode engines beside others, and of colocated ones with other batches."""
+    """Rates of known pools: prefill and decode engines in other pairs, and colocated engines with other batches."""
 
     _prefill: dict[EnginePool, float] = field(default_factory=dict)  # requests/s, where they limit a pair
     _decode: dict[EnginePool, tuple[float, bool]] = field(default_factory=dict)  # requests/s; whether they limit it

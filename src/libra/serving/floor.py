@@ -4,8 +4,8 @@ Invariant: no iteration of the simulated engine takes less than any of its floor
 outputs, tokens, context and prefill, so the floors of many iterations add up to the floor of their work, however the
 work is spread over them.
 
-A floor of an iteration in which `x` tokens are computed is a line below the cheapest possible such iteration; parts
-that are not convex in `x` are lost. Attention has the cheapest slopes between the grid's points. Overhead of the host
+A floor of an iteration that computes `x` tokens is a line below the cheapest possible iteration; parts that are not
+convex in `x` are lost. Attention has the cheapest slopes between the grid's points. Overhead of the host
 that overlaps with the GPU is a floor of its own.
 """
 
@@ -101,8 +101,8 @@ def prices_of_rank(
     grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
     """Prices of one of several ranks that divide experts: the rank's own part, and the part that all ranks compute
-    together. share the latter, so a token costs each rank its increment; and it takes no less than without the other
-    ranks. Times of experts for drafts, and of a drafter's experts, are left out.
+    together. All ranks share the latter, so a token costs each rank its increment; and it takes no less than without
+    the other ranks. Times of experts for drafts, and of a drafter's experts, are left out.
     """
     own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens

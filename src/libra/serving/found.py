@@ -1,7 +1,7 @@
 """State of a search: points, rejections with their reasons, and candidates left to simulate.
 
 Invariant: a candidate is rejected without a full simulation only if a bound, or the simulation of one of its pools,
-given rate, or that a point serves more and is no slower.
+shows one of two things: it misses the given rate, or a point serves more and is no slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.serving.verdict import Rival, tenths
 
 _WAVE = 4  # candidates that are simulated before the rest is checked again
 _NEXT = 4  # candidates considered for the next best
-_PROMISING = 0.3  # share of what the best point promised, down to which candidates are often simulated
+_PROMISING = 0.3  # candidates with at least this share of the best point's bound are often simulated
 _SURE = 0.75  # share of the expected rate that a candidate serves in short runs, if it is as expected
 
 
@@ -62,7 +62,7 @@ class Found:
 
     def waves(self) -> Iterator[list[Asking]]:
         """Yield groups of candidates to simulate: first the fastest on idle engines, then the candidates with the best
-        progress before the first one."""
+        bounds. Reports progress before the first group."""
         question = self.question
         left = self._left
         for candidate, bound in self.bounded.items():
@@ -83,7 +83,7 @@ class Found:
             while left and len(wave) < _WAVE:
                 candidate = left.pop(0)
                 if question.rate is None and any(_alike(candidate, it.candidate) for it in wave):
-                    later.append(candidate)  # what is learned of the other one says where to begin
+                    later.append(candidate)  # the result of the other one shows where to begin
                 elif not self._is_out(candidate):
                     wave.append(self._asking(candidate))
             left.extend(later)
@@ -91,8 +91,8 @@ class Found:
                 yield wave
 
     def _order(self, candidate: ServingCandidate) -> tuple[float, float]:
-        """Lower comes first: the fastest on idle engines; without a given rate those first that probably serve most for
-        their cost and for what is left of the limits."""
+        """Lower comes first: the fastest on idle engines; without a given rate, the candidates with the highest
+        expected rate per cost and per unused share of the limits."""
         if self.question.rate is not None:
             return sum(self._idle(candidate)), -self._promised(candidate)
         return -self._room(candidate) * self._hoped(candidate), sum(self._idle(candidate))
@@ -110,8 +110,9 @@ class Found:
         return (bound if expected is None else expected.rate) / self.question.cost(candidate)
 
     def _due(self) -> int:
-        """The number of candidates left that will probably be simulated: without a given rate, those that promise not
-        much less than the points do; otherwise those that no point beats as far as bounds tell."""
+        """The number of remaining candidates that will probably be simulated. Without a given rate, these are the
+        candidates whose bound is not much below the points' bounds; otherwise those that no point beats by the
+        bounds."""
         if self.question.rate is None:
             best = max((self._room(it.candidate) * it.value for it in self.front), default=0.0)
             return sum(self._room(it) * self._hoped(it) >= _PROMISING * best for it in self._left)
@@ -148,13 +149,13 @@ class Found:
         return candidate in self.reasons
 
     def _better(self, candidate: ServingCandidate, better: Point | None) -> Point | None:
-        """The point of the highest value that is no slower than the candidate, if `better` is; the candidate is
-        rejected if it serves less."""
+        """The point of the highest value that is no slower than the candidate, if `better` is such a point. The
+        candidate is rejected if it serves less."""
         question = self.question
         while not self._is_short(candidate, better):
             if better is None or question.rate is not None:
                 break
-            # At the rate that it has to serve, it is slower than on idle engines, so more points are no slower.
+            # At the needed rate, the candidate is slower than on idle engines, so more points are no slower.
             more = self._rival_at(candidate, rate_of(rung_above(better.value * question.cost(candidate))))
             if more is None or more.value <= better.value:
                 break
@@ -162,8 +163,8 @@ class Found:
         return better
 
     def _surely(self, candidate: ServingCandidate, better: Point | None) -> Point | None:
-        """A point of higher value than `better` that is no slower than the candidate at a rate that it surely serves;
-        None if there is none."""
+        """A point of higher value than `better` that is no slower than the candidate at a rate that the candidate
+        surely serves; None if there is no such point."""
         expected = self._expected(candidate)
         rate = None if expected is None else _SURE * expected.rate
         if rate is None or not rate_of(LOWEST) < rate < rate_of(HIGHEST):
@@ -269,10 +270,10 @@ class Found:
         self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
     ) -> NearMiss | None:
         """The next best candidate, and its worst miss of an objective at a rate where it would be better than the best
-        point. None if no simulation of the next best ends.
+        point. None if no simulation of the next best candidate ends.
 
-        Without a given rate it is the one with the highest goodput. With a given rate it is the one nearest to its
-        objectives, among the few with the highest bounds.
+        Without a given rate, the next best candidate has the highest goodput. With a given rate, it is nearest to its
+        objectives, among the few candidates with the highest bounds.
         """
         question = self.question
 
@@ -285,7 +286,8 @@ class Found:
         return min(misses, key=lambda it: it.seconds / it.limit, default=None)
 
     def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
-        """The miss of the objective that the candidate exceeds most; None if a simulation of it does not end."""
+        """The miss of the objective that the candidate exceeds most; None if a simulation of the candidate does not
+        end."""
         rate = self.question.rate or best.value * self.question.cost(candidate) * 2 ** (1 / STEPS)
         trials = checked(self.question, candidate, rate)
         self.runs += len(trials)

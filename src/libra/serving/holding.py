@@ -1,7 +1,7 @@
 """The rate at which a candidate keeps its objectives, both on the record and on draws of the record.
 
-Invariant: a rate that holds was simulated on the record and on each of its draws, and missed nothing. It depends only
-on the question and the candidate.
+Invariant: a rate that holds was simulated on the record and on each of its draws, and missed no objective. The rate
+depends only on the question and the candidate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from libra.serving.trial import Trial
 from libra.serving.verdict import Rival, SlowerError
 
 _COARSE = 4  # resolution of a guess, in rungs
-_SPARE = 0.1  # share of each limit that a short run leaves, where it shows that a rate is surely served
+_SPARE = 0.1  # unused share of each limit with which a short run shows that a rate is surely served
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Held:
     missed: str = ""
     runs: int = 0
     too_little: bool = False  # whether it serves less than `Asking.least`
-    rate: float = 0.0  # requests/s that all draws are served at; 0 without one
+    rate: float = 0.0  # requests/s at which all draws are served; 0: none
     hardest: str = RECORD  # the last one that lowered the rate
     slower: Rival | None = None
 
@@ -94,21 +94,22 @@ def _at_rate(question: SizingQuestion, runs: Runs, rate: float) -> Held:
 
 
 class _SlowError(Exception):
-    """The candidate serves the draws at a rate, and is no faster there than a rival that is worth as much."""
+    """The candidate serves the draws at a rate, and is no faster at this rate than a rival of the same value."""
 
     def __init__(self, rival: Rival, rate: float, hardest: str) -> None:
         self.rival, self.rate, self.hardest = rival, rate, hardest
 
 
 def _highest(question: SizingQuestion, runs: Runs, asking: Asking) -> Held:
-    """Search on the hardest draw from the rate that is expected; then downwards on the others, and on the record."""
+    """Search on the hardest draw from the expected rate; then downwards on the other draws, and on the record."""
     lowest = rung_above(asking.least) if asking.least else LOWEST
     order, rung = _beginning(runs, asking)
     rung = max(rung, lowest)
     order = _look(runs, asking, order, rate_of(rung))
     tried, bound, hardest = dict[str, Trial](), asking.bound, order[0]
     while late := _late(order, tried, bound):
-        # What serves the draws serves the record, too, unless it shows otherwise before it is slower than a rival.
+        # A candidate that serves the draws also serves the record, unless a run shows otherwise before the candidate is
+        # slower than a rival.
         rivals = tuple(_rivals(asking, bound)) if late == RECORD and tried else ()
         try:
             passed, missed = around(partial(runs.lasting, late, rivals=rivals), rung, bound, lowest=lowest)
@@ -124,7 +125,7 @@ def _highest(question: SizingQuestion, runs: Runs, asking: Asking) -> Held:
 
 
 def _beginning(runs: Runs, asking: Asking) -> tuple[list[str], int]:
-    """The draws, the one first that is probably the hardest, and then the record; and the rung to begin with."""
+    """The draws, with the probably hardest draw first, then the record; and the rung to begin with."""
     first, rate = asking.first, asking.bound if asking.start is None else asking.start
     rung = FIRST if rate == inf else rung_of(rate) - (STEPS if asking.start is None else 0)  # misses end early
     for name in () if asking.sure else (it for it in runs.drawn if it != first or asking.start is None):
@@ -153,7 +154,7 @@ def _look(runs: Runs, asking: Asking, order: list[str], rate: float) -> list[str
 
 
 def _rivals(asking: Asking, rate: float) -> Iterator[Rival]:
-    """Rivals that are worth more than the candidate at `rate`, or as much and faster."""
+    """Rivals with a higher value than the candidate at `rate`, or with the same value and lower latency."""
     for rival in asking.rivals:
         ttft, tpot = rival.tenths
         if isclose(rival.rate, rate):
@@ -164,7 +165,7 @@ def _rivals(asking: Asking, rate: float) -> Iterator[Rival]:
 
 
 def _late(order: Sequence[str], tried: Mapping[str, Trial], rate: float) -> str | None:
-    """The next of the draws and the record to simulate at a rate; None if all were."""
+    """The next draw, or the record, to simulate at a rate; None if all were simulated."""
     new = (it for it in order if it not in tried)
     return next(new, None) or next((it for it in order if tried[it].rate != rate), None)
 

@@ -1,6 +1,6 @@
 """Simulated latencies on idle engines: tighter lower bounds than those of prices.
 
-Assumption: a request is served no faster together with others than alone, up to `SLACK`. A cached prefix makes a
+Assumption: a request is served no faster with other requests than alone, up to `SLACK`. A cached prefix makes a
 request faster, so each request is simulated with only the tokens that no cache has.
 """
 

@@ -1,8 +1,8 @@
 """The ladder of rates, and the highest rungs that candidates serve in simulation.
 
-Invariant: all candidates are compared on the same rungs. The result of a candidate does not depend on other
-process that simulates it, or on its bound, as long as the bound holds. A candidate that serves a lasting rate also
-serves the record once at it.
+Invariant: all candidates are compared on the same rungs. The result of a candidate does not depend on other candidates,
+on the process that simulates it, or on its bound, as long as the bound holds. A candidate that serves a lasting rate
+also serves the record once at it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = 16  # rungs of an octave
 LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
 FIRST = 2 * STEPS  # first rung to try without a bound
 _ARRIVALS = 20_000  # requests that are enough for a rate to count as lasting
-_ENOUGH = 4_000  # the same in a search, which has many candidates, unless they end within `BRIEF`
+_ENOUGH = 4_000  # the same in a search, which has many candidates; more if they arrive within `BRIEF`
 
 
 def rate_of(rung: int) -> float:
@@ -42,14 +42,14 @@ def rung_above(rate: float) -> int:
 
 def highest_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
     """The trial at the highest rung at which a candidate serves the record once; None if there is no such rung. Rungs
-    `bound` count as missed."""
+    above `bound` count as missed."""
     rung = FIRST if bound == inf else rung_of(min(max(bound, rate_of(LOWEST)), rate_of(HIGHEST)))
     return around(partial(trial, question, candidate), rung, bound)[0]
 
 
 def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
     """Like `highest_rate`, for lasting rates. The search begins at the highest rate at which the candidate serves the
-    runs at failing rates end early."""
+    record once, and goes downwards. Long runs at failing rates end early."""
     once = highest_rate(question, candidate, bound)
     if once is None or _lasting_arrivals(question, once.rate) <= len(question.requests):
         return once
@@ -57,8 +57,9 @@ def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: f
 
 
 def sustained_arrivals(question: SizingQuestion, rate: float) -> int:
-    """Least number of requests of a run that sustains a rate: they arrive for `LASTING` times the longest allowed wait,
-    or are `_ENOUGH` and arrive for `BRIEF` times the shortest one; `_ARRIVALS` at most."""
+    """Least number of requests of a run that sustains a rate. It is the smaller of `_ENOUGH` and
+    the arrivals in `LASTING` times the longest allowed wait; but at least the arrivals in `BRIEF` times the shortest
+    wait, and at most `_ARRIVALS`."""
     brief = ceil(rate * BRIEF * question.shortest_wait)
     return min(max(min(_lasting_arrivals(question, rate), _ENOUGH), brief), _ARRIVALS)
 
@@ -94,8 +95,8 @@ def around(
 
 
 def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
-    """The last of runs with twice the requests of the one before: a few requests suffice to reject a rate that is far
-    too high, while thousands at once would take long."""
+    """The last of several runs, each with twice the requests of the run before: a few requests suffice to reject a rate
+    that is far too high, and a run of thousands would take long."""
     most, least = _lasting_arrivals(question, rate), len(question.requests)
     while True:
         least = min(2 * least, max(most, len(question.requests)))
@@ -120,5 +121,5 @@ class Asking:
     least: float = 0.0  # requests/s
     start: float | None = None  # requests/s that it probably serves
     first: str | None = None  # the draw that is probably the hardest to serve
-    sure: bool = False  # whether it probably serves the other draws, too; otherwise short runs tell
+    sure: bool = False  # whether it probably serves the other draws, too; otherwise short runs show it
     rivals: tuple[Rival, ...] = ()  # a candidate that is no faster than one of them is of no interest

@@ -36,7 +36,7 @@ COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (
 
 class AfdMenu(Section):
     """Sizes of an engine with attention and FFN on separate GPUs. The search tries each pair in which one number of
-    ranks multiple of the other, and the FFN ranks divide the experts.
+    ranks is a multiple of the other, and the FFN ranks divide the experts.
     """
 
     attention: _Counts = (8, 16, 32)
@@ -72,7 +72,7 @@ class MenuFile(Section):
 
     def cluster(self, given: Cluster) -> Cluster:
         """The cluster with only the menu's node classes. Raises ValueError if the cluster lacks one of these classes,
-        or if a class outside the menu.
+        or if a price is for a class outside the menu.
         """
         try:
             taken = (
@@ -148,7 +148,7 @@ class ServingMenu:
         if "prefill-decode" in file.architectures:
             prefill, decode = self._roles(shapes)
             for one, other in product(prefill, decode):
-                if one.drafts == other.drafts:  # the drafter's KV is of the prompt, too
+                if one.drafts == other.drafts:  # the drafter has KV of the prompt, too
                     yield from self._apart(question, one, other)
         if "attention-ffn" in file.architectures:
             prefill, decode = self._roles([it for it in shapes if it.drafts is None])
@@ -284,8 +284,8 @@ def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
 
 
 def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
-    """Raise ValueError, since the menu has no candidate for the question: `InfeasiblePlanError` if it has one with more
-    GPUs or money."""
+    """Raise ValueError, since the menu has no candidate for the question; `InfeasiblePlanError` if the menu has a
+    candidate with more GPUs or money."""
     more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
     if not more:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Engines of many shapes and GPU types for a rate of requests: planned, simulated, and planned again after a miss.
 
-Invariant: a returned mix served the requests within every objective in its own simulation. Its cost is the least for
-the rates of single engines, proven by the solver. Many engines together serve more than the sum of single engines, so a
+Invariant: a returned mix served the requests within every objective in its own simulation. The solver proves that no
+mix costs less at the rates of single engines. Many engines together serve more than the sum of single engines, so a
 cheaper mix may exist.
 """
 
@@ -34,7 +34,7 @@ _ARRIVALS = 20_000  # least number of requests in the simulation of a plan
 _PLANS = 40  # simulated plans after which the search gives up
 _GOLDEN = 0.618034  # its multiples, without their whole parts, spread evenly
 
-Tell = Callable[[str, int, int], None]  # a message, and how many of how many steps are done; 0 of 0: unknown
+Tell = Callable[[str, int, int], None]  # a message, the steps done, and all steps; 0 of 0: unknown
 
 
 class NoMixError(ValueError):
@@ -203,8 +203,8 @@ def single_engines(
 
 
 def _served(question: SizingQuestion, asking: Sequence[Asking], jobs: int, tell: Tell) -> dict[ServingCandidate, Trial]:
-    """The lasting rates of those that serve any."""
-    # Engines that take long are neighbours in the menu: spread, the first ones tell the time of all.
+    """The lasting rates of the candidates that serve any rate."""
+    # Slow engines are neighbours in the menu. In a spread order, the first engines show the time of all.
     spread = [it for _, it in sorted(enumerate(asking), key=lambda it: it[0] * _GOLDEN % 1)]
     tell(f"0 of {len(asking)} single engines simulated", 0, len(asking))
     found = {}

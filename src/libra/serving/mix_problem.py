@@ -42,7 +42,7 @@ from ortools.sat.python import cp_model
 from libra.plan.problem import InfeasiblePlanError
 
 _PARTS = 1000  # of a request a second
-_EFFORT = 60.0  # most that the solver takes, in its deterministic seconds: the same on any machine
+_EFFORT = 60.0  # limit of the solver, in its deterministic seconds: the same on any machine
 
 ServingRole = Literal["colocated", "prefill", "decode"]
 

@@ -56,7 +56,7 @@ class Objective:
         return -(-100 // (100 - PERCENTS.get(self.statistic, 0)))
 
     def value(self, seconds: Sequence[float] | NDArray[np.float64]) -> float:
-        """The statistic of `seconds`; infinite if a value that it depends on is."""
+        """The statistic of `seconds`; infinite if the statistic depends on an infinite value."""
         percent = PERCENTS.get(self.statistic)
         if percent is None:
             return fsum(seconds) / len(seconds)

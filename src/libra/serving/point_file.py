@@ -33,8 +33,9 @@ _WIDTH = 120
 
 
 def write_engines(answer: SizingAnswer, directory: Path | str) -> tuple[Path, ...]:
-    """Write a file of engines for each point of the answer, in their order: `point-1.yaml` is the best. Makes the
-    directory. Raises ValueError if it has such files already, which may have been changed, and like `engines_text`."""
+    """Write a file of engines for each point of the answer, in order: `point-1.yaml` is the best point. Makes the
+    directory. Raises ValueError if the directory already has such files, since a user may have changed them. Also
+    raises the errors of `engines_text`."""
     directory = Path(directory)
     check_engines_directory(directory)
     paths = [directory / f"{_PREFIX}{number}.yaml" for number in range(1, len(answer.points) + 1)]
@@ -109,7 +110,7 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
     keys["max_num_batched_tokens"] = shape.max_num_batched_tokens
     keys["async_scheduling"] = shape.async_scheduling
     if origin.host != "none" and not grid_of(question, shape).host.priced:
-        # A host that takes nothing has no graphs to pad batches to, but their memory is kept.
+        # A host without overhead needs no CUDA graphs, so batches are not padded; but memory for graphs is kept.
         keys |= {"enforce_eager": True, "kv_blocks": configuration(question, shape).kv_blocks}
     if shape.parallel is not None:
         keys |= {"data_parallel_size": shape.parallel.size, "enable_expert_parallel": True}

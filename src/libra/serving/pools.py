@@ -1,9 +1,9 @@
 """Upper bounds on the rates of a pair's pools: each pool is simulated with ample engines of the other role, once for
 all pairs.
 
-Assumption: more or faster engines of the other role, or more engines of one shape, never make a candidate miss an
-objective at a rung of the ladder below a rate that it serves. At the rate itself they may: ample prefill engines pass
-bursts on that the pair's own would spread.
+Assumption: a candidate that serves a rate also meets its objectives one rung of the ladder lower with more or faster
+engines of the other role, or with more engines of one shape. At the rate itself it may miss them: ample prefill engines
+pass on bursts that the pair's own prefill engines would spread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PoolMiss:
 
 
 class Pools:
-    """Pools of the pairs of one question. Prefill engines serve only prompts; decode engines get them from ample
+    """Pools of the pairs of one question. Prefill engines serve only prompts; decode engines get prompts from ample
     engines of the fastest prefill shape with the same class of nodes and drafts as the pair's. The requests are those
     of the draw that is usually hardest for the role."""
 

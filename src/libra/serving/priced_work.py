@@ -71,7 +71,7 @@ class PricedWork:
 
     @cached_property
     def _preempts(self) -> bool:
-        """Whether blocks may run out while `max_num_seqs` requests run; with tiers, requests whose KV is being loaded
+        """Whether blocks may run out while `max_num_seqs` requests run. With tiers, requests with a KV load in flight
         hold blocks, too."""
         ahead = self.config.lookahead + 2 * (self.config.tokens_each - 1)
         blocks = np.sort(-(-(self.work.longest + ahead) // BLOCK) + 1)

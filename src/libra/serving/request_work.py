@@ -26,7 +26,7 @@ class RequestWork:
     """The work of requests, as columns."""
 
     def __init__(self, question: SizingQuestion, *, loaded: bool = False) -> None:
-        """`loaded`: a KV tier may hold prefixes, even whole prompts, so that only the last token is computed."""
+        """`loaded`: a KV tier may hold prefixes, even whole prompts, so an engine may compute only the last token."""
         requests = question.requests
         first = requests[0].arrival
         # Seconds at one request a second.
@@ -50,8 +50,8 @@ class RequestWork:
 
     def with_drafts(self, speculative: Speculative) -> RequestWork:
         """The work with the least verifications for the draws of the simulator: an iteration with fewer drafts, or
-        none, gains no more tokens than one that verifies all. The order of gains is unknown: a context has grown by at
-        least a token for each earlier iteration, and lacks at most `tokens_each` for each remaining one."""
+        none, gains no more tokens than one that verifies all. The order of gains is unknown. So a context has grown by
+        at least a token in each earlier iteration, and grows by at most `tokens_each` in each remaining iteration."""
         drawn, draws, each = copy(self), Draws(speculative), speculative.tokens_each
         drawn.iterations, drawn.own = np.zeros(len(self)), np.zeros(len(self))
         for request, (new, decoded) in enumerate(zip(self.new, self.decoded.astype(int), strict=True)):

@@ -1,6 +1,6 @@
 """Simulations of one candidate on the draws of a record, and on the record itself.
 
-Invariant: a run depends only on the question, the candidate, the draw and the rate; none is made twice.
+Invariant: a run depends only on the question, the candidate, the draw and the rate; no run is made twice.
 """
 
 from __future__ import annotations
@@ -70,5 +70,5 @@ def _repeated(requests: tuple[RecordedRequest, ...], least: int) -> tuple[Record
 
 @lru_cache(maxsize=16)
 def _times(requests: tuple[RecordedRequest, ...], times: int) -> tuple[RecordedRequest, ...]:
-    """Cached, as all candidates are asked for the same ones."""
+    """The requests repeated `times` times, cached since all candidates need the same ones."""
     return repeated(requests, times * len(requests))

@@ -26,13 +26,13 @@ from libra.serving.search_table import (
 )
 from libra.serving.verdict import SHOWN, statistic
 
-MOST_REJECTED = 60  # of one kind: there may be thousands
+MOST_REJECTED = 60  # rows of one kind of rejection: there may be thousands
 _COLOURS = {"colocated": "#e69f00", "prefill-decode": "#0072b2", "attention-ffn": "#009e73"}
 _HEIGHT = 260
 
 
 def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) -> str:
-    """The page; `files` hold the points' engines."""
+    """The page of a search; `files` are the engines files of the points."""
     return render(
         "search.html",
         title,

@@ -26,7 +26,7 @@ _BY = {
 
 
 def headline(answer: SizingAnswer) -> str:
-    """The best point, and the certainty about the rest of the menu."""
+    """The best point, and how certain the answer is about the rest of the menu."""
     if not answer.points:
         return f"No deployment serves within the objectives: {answer.claim()}."
     if not answer.told:

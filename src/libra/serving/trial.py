@@ -1,7 +1,7 @@
 """Simulation of a candidate at one rate of requests.
 
-Invariant: requests are the record's, in its order, and only the time between them is scaled, so candidates and rates
-are compared on one draw. A trial is stopped early only if its verdict is certain.
+Invariant: requests are the record's, in its order, and only the time between them is scaled. So candidates and rates
+are compared on the same requests. A trial is stopped early only if its verdict is certain.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Trial:
     pools: tuple[PoolUse, ...]
     network: float  # share of the bandwidth of the busier side
     requests: int  # simulated: those of the record, or a multiple of them
-    slower: Rival | None = None  # a rival whose latencies are no higher, for which it was stopped
+    slower: Rival | None = None  # the rival with no higher latencies, because of which the trial was stopped
 
     @property
     def passed(self) -> bool:

@@ -59,7 +59,8 @@ def took_first(request: Request) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A point as seen by a candidate: the rate at which the candidate would be worth as much, and its latencies."""
+    """A point that a candidate must beat: the rate at which the candidate has the point's value, and the point's
+    latencies."""
 
     name: str
     rate: float  # requests/s
@@ -81,8 +82,8 @@ class SlowerError(Exception):
 
 
 class Watched:
-    """A workload that stops the simulation once it is certain that an objective is missed, or that it is no faster than
-    one of `rivals`.
+    """A workload that stops the simulation once it is certain that an objective is missed, or that the candidate is no
+    faster than one of `rivals`.
 
     A request that has waited longer than a limit of the TTFT counts as a miss before it ends.
     """
@@ -98,7 +99,7 @@ class Watched:
         several = sum(it.output_tokens > 1 for it in records)
         objectives = question.objectives
         counts = {it: several if it.metric == "tpot" else len(records) for it in objectives}
-        # The rest of the allowance: requests that may still miss it, or for a mean the seconds left for all together.
+        # The rest of the allowance: requests that may still miss an objective, or for a mean the seconds left in total.
         self._left = {it: it.allowed(count) for it, count in counts.items()}
         self._seconds = {it: it.limit * count for it, count in counts.items()}
         self._first = [it for it in objectives if it.metric == "ttft"]
@@ -134,7 +135,8 @@ class Watched:
                     raise SlowerError(rival)
 
     def _take(self, objective: Objective, seconds: float | None) -> bool:
-        """Take the seconds of one request into account; return whether its statistic has more tenths than before."""
+        """Take the seconds of one request into account; return whether the objective's statistic has more tenths than
+        before."""
         if seconds is None:
             return False
         left = self._left[objective]
@@ -151,7 +153,7 @@ class Watched:
 
 
 class _LeastTenth:
-    """Tenths of its limit that a statistic has at least, by the requests that are known so far."""
+    """Lower bound on a statistic in tenths of its limit, from the requests that are known so far."""
 
     def __init__(self, objective: Objective, requests: int) -> None:
         self._objective, self._requests = objective, requests

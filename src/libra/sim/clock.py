@@ -1,7 +1,7 @@
 """Simulated time.
 
-Invariant: time is a whole number of picoseconds, so sums do not depend on their order.
-instant give the same instant.
+Invariant: time is a whole number of picoseconds. So a sum does not depend on the order of its terms, and two ways to
+compute the same instant give the same instant.
 """
 
 from __future__ import annotations

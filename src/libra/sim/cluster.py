@@ -1,8 +1,8 @@
 """The event loop of a simulation.
 
-Invariant: events have one total order: by tick, then by kind, then by the number of the engine, the request or the
-or the order. After the last event of a tick, affected engines plan their next step, in the order of their numbers. So
-the outcome does not depend on how often an engine was visited.
+Invariant: events have one total order: by tick, then by kind, then by the number of the engine or the request, or by
+the order in which they were added. After the last event of a tick, affected engines plan their next step, in the order
+of their numbers. So the outcome does not depend on how often an engine was visited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class SimCluster(ClusterState):
 
     def run(self) -> None:
         """Run until all requests have finished, until the time limit, or until the end of a tick in which `pause` was
-        called. call continues from there. Raises RuntimeError if requests wait for an engine that never appears.
+        called. The next call continues from there. Raises RuntimeError if requests wait for an engine that never
+        appears.
         """
         self._pausing = False
         collecting = gc.isenabled()
@@ -93,11 +94,11 @@ class SimCluster(ClusterState):
             what(self.now)
 
     def _interrupted(self, engine: SimEngine, now: int) -> None:
-        """Requests that stopped while an engine planned, and that continue on other engines."""
+        """Let the requests that stopped while an engine planned continue on other engines."""
         if not engine.borrowed:
             self._go_on(engine)
             return
-        # Others may have decided at this tick, or may be at a boundary that no event had to visit.
+        # Other engines may have decided at this tick, or may be at a boundary that no event had to visit.
         stopped, engine.interrupted = engine.interrupted, []
         self._events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
 

@@ -1,7 +1,7 @@
 """The engines of a simulation, the front end of their requests, and the changes to both during the simulation.
 
 Invariant: an engine keeps its number for good, whether or not it is still in service. Code that touches an engine
-makes sure that it plans at this tick, and that the end of its plan is an event.
+makes sure that the engine plans at this tick, and that the end of the plan is an event.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class ClusterState:
             raise ValueError(f"there are {len(specs) - entries} decode engines and no decode_route: give one")
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
-        self.engines: list[SimEngine] = []  # all that there ever were
+        self.engines: list[SimEngine] = []  # all that ever existed
         self.groups: list[RankGroup] = []
         self.specs: list[EngineSpec] = []
-        self.requests: list[Request] = []  # all that came, in the order in which they did
+        self.requests: list[Request] = []  # all that arrived, in the order of arrival
         self.now = 0
         self.partial = False  # the time limit came before the end
         self.workload = workload
@@ -178,7 +178,7 @@ class ClusterState:
 
     def drain(self, name: str, then: Callable[[int], None]) -> None:
         """Send an engine no more requests, and close it once it has finished its requests and keeps no KV for others.
-        `then` is called with the tick. Its weights stay unchanged. Raises ValueError for a rank of a group."""
+        `then` is called with the tick. The engine keeps its weights. Raises ValueError for a rank of a group."""
         engine = self._out_of_service(name)
         if isinstance(engine.clock, RankGroup):
             raise ValueError(f"engine {name} is a rank of a group, which is not drained: close it")
@@ -232,7 +232,7 @@ class ClusterState:
         ]
 
     def _empty(self, engine: SimEngine) -> None:
-        """Let a closing engine, at a boundary, release everything, unless other batches are in flight in it."""
+        """Release everything on a closing engine at a boundary, unless it has other batches in flight."""
         if engine.plan(self.now) is not None:
             self._events.end(engine)
         if engine.ended:

@@ -28,8 +28,8 @@ DEFAULT_DECODE_ROUTE = "least-loaded"
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """A weight update. Each engine pauses at the end of the iteration in progress at tick `at`, for `pause` ticks, and
-    continues with new weights. With `refresh` running requests return to the queue and their KV is recomputed;
-    otherwise it is kept."""
+    continues with new weights. With `refresh`, running requests return to the queue and their KV is recomputed;
+    otherwise KV is kept."""
 
     at: int
     pause: int
@@ -44,7 +44,7 @@ class WeightUpdate:
 
     @classmethod
     def every(cls, seconds: float, times: int, pause_seconds: float, *, refresh: bool = False) -> tuple[Self, ...]:
-        """`times` updates of all engines, `seconds` apart, the first one after that time."""
+        """`times` updates of all engines, `seconds` apart; the first one is after `seconds`."""
         return tuple(cls(ticks(seconds * (number + 1)), ticks(pause_seconds), refresh) for number in range(times))
 
 

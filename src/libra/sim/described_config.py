@@ -77,7 +77,7 @@ def _drafts(engine: DescribedEngine) -> Speculative | None:
 
 def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) -> int:
     section, model, tp, stored = engine.section, engine.model, engine.tp, engine.quantization
-    weights, more = 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
+    weights, more = 0.0, 0.0  # a drafter's; its KV bytes for each byte of the model's KV
     divided, drafts = section.data_parallel_size > 1, section.speculative
     if drafts is not None and drafts.method != "ngram":
         try:
@@ -104,11 +104,11 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
     if grouped is not None:
         return grouped.blocks(max(0.0, free) / (1 + more))
     tokens = tokens_in(free, stored.kv_bytes_per_token(model, tp, pp, engine.longest) * (1 + more))
-    return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
+    return max(0, tokens // section.block_size - 1)  # vLLM keeps one block for itself
 
 
 def _no_room(engine: DescribedEngine, tokens: int) -> str:
-    """Reason why there is KV memory for only `tokens` tokens: names the key that would make room at its usual value."""
+    """Reason why there is KV memory for only `tokens` tokens: names the key whose usual value would make room."""
     section = engine.section
     left = (
         f"{engine.model.name} leaves KV memory for {tokens:,} tokens on {engine.gpus} x {engine.gpu.name}, less than"

@@ -1,6 +1,6 @@
 """An engine in a file, with the model and hardware that its keys name.
 
-Invariant: its model and GPU are known, and the model can be divided over its GPUs.
+Invariant: the engine's model and GPU are known, and the model can be divided over the engine's GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DescribedEngine:
     nodes: NodeClass
     beside: Path  # the directory of the file; paths in the file are relative to it
     note: Callable[[str], None]
-    profiling: Profiling  # of its vLLM
+    profiling: Profiling  # of the engine's vLLM version
 
     @property
     def gpu(self) -> GPU:
@@ -58,8 +58,9 @@ class DescribedEngine:
 
     @property
     def seqs(self) -> int:
-        """Most requests in a batch: as given, or vLLM's default for the GPU (`EngineArgs.get_batch_defaults`): 1,024 on
-        those of 70 GiB and more but A100, 256 on others, and at most `max_num_batched_tokens`."""
+        """Most requests in a batch: the given number, or vLLM's default for the GPU (`EngineArgs.get_batch_defaults`).
+        The default is 1,024 for GPUs of 70 GiB or more except A100, 256 for others, and at most
+        `max_num_batched_tokens`."""
         given, gpu = self.section.max_num_seqs, self.gpu
         if given is not None:
             return given
@@ -77,13 +78,13 @@ class DescribedEngine:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe for which profiles of its times are looked up."""
+        """The recipe by which profiles of the engine's times are looked up."""
         weights, kv = self.section.quantization, self.section.kv_cache_dtype
         return Recipe(batch=1, samples_per_prompt=1, max_length=self.longest, rollout_dtype=weights, kv_cache_dtype=kv)
 
     @property
     def source(self) -> str:
-        """Source of its times."""
+        """Source of the engine's times."""
         given = self.section.profile
         return given if given in ("auto", "tables", "roofline") else str(self.beside / given)
 

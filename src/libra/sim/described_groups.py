@@ -14,13 +14,13 @@ _REMEDY = "leave it out, or set disable_hybrid_kv_cache_manager to true"
 
 
 def grouped_layers(engine: DescribedEngine) -> GroupedLayers | None:
-    """Groups of an engine's model; None: it needs none, or the section has its own. Raises ValueError that begins with
-    the key if the simulator does not support groups with it."""
+    """Groups of an engine's model; None: the model needs none, or the section lists its own. Raises ValueError that
+    begins with the key if the simulator does not support groups with it."""
     section, model = engine.section, engine.model
     if section.kv_groups or model.even:
         return None
     if any(isinstance(kind.mixer, CompressedAttention) for kind in model.kinds):
-        return None  # vLLM packs its pages in another way: its KV counts as at the longest context
+        return None  # vLLM packs the pages of this model in another way: KV counts as at the longest context
     layers = kv_layers(model, engine.quantization.kv_number(model).bytes, engine.tp)
     if section.disable_hybrid_kv_cache_manager:
         return group_layers(whole_layers(layers), section.block_size)

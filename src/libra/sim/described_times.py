@@ -65,8 +65,8 @@ def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None
 
 
 def host_cost(engine: DescribedEngine, host: HostCost) -> HostCost:
-    """The host overhead: the profile's, `host`, or the section's if that has no price. Raises ValueError that begins
-    with the key."""
+    """The host overhead: `host`, which is the profile's; or the section's, if `host` has no price. Raises ValueError
+    that begins with the key."""
     section, overhead = engine.section, engine.section.overhead
     if not host.priced:
         return HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")

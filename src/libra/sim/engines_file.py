@@ -171,7 +171,7 @@ def _check_models(file: EnginesFile) -> None:
 
 
 def _check_drafters(engines: Sequence[tuple[str, EngineSection]]) -> None:
-    """Raises ValueError unless the engines' drafters store the same KV: vLLM's connectors refuse others."""
+    """Raises ValueError unless the engines' drafters store the same KV: vLLM's connectors refuse different drafters."""
     kept = [(key, _drafter(it)) for key, it in engines]
     for key, drafter in kept:
         if drafter != kept[0][1]:

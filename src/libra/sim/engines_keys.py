@@ -40,7 +40,7 @@ class OverheadSection(Section):
 
 class SpeculativeSection(Section):
     """Drafts, as in vLLM's `speculative_config`. One of rates, length and `accepted` gives the number of accepted
-    ones."""
+    drafts."""
 
     method: str
     num_speculative_tokens: Annotated[int, Field(strict=True, le=4096)]
@@ -123,7 +123,7 @@ class EplbSection(Section):
 class ExpertLoadSection(Section):
     """Distribution of tokens over experts."""
 
-    power_law: Annotated[float, Field(ge=0, lt=100)] = 0.0  # exponent; 0: all alike
+    power_law: Annotated[float, Field(ge=0, lt=100)] = 0.0  # exponent; 0: equal loads
     frequencies: str | None = (
         None  # instead: a JSON file, relative to this one, with rows of counts, one for each layer or for all
     )

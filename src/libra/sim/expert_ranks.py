@@ -71,7 +71,7 @@ def check_ranks(engine: DescribedEngine) -> None:
 
 
 def expert_bytes(engine: DescribedEngine) -> float:
-    """Bytes on each GPU of routed experts, redundant ones included, and of what is exchanged around them."""
+    """Bytes on each GPU of routed experts, redundant ones included, and of the buffers for their exchange."""
     section, model, quantization = engine.section, engine.model, engine.quantization
     assert model.experts is not None
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp

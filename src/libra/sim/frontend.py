@@ -109,7 +109,7 @@ class Frontend:
             self.send(request, engine)
 
     def place(self, request: Request, again: bool) -> SimEngine | None:
-        """The engine for a request; None: none holds it."""
+        """The engine for a request; None if no engine holds it."""
         return self.placer.place(request, again=again) if self.placer.routed else self.host.engines[0]
 
     def not_placed(self, request: Request) -> None:
@@ -122,7 +122,7 @@ class Frontend:
         self.host.ended(request)
 
     def send(self, request: Request, engine: SimEngine) -> None:
-        """Submit a request to its engine; if its KV moves there, after its arrival."""
+        """Submit a request to its engine: at once, or after KV that moves there has arrived."""
         handover = None if self._handovers is None else self._handovers.begin(request, engine, self.host.now)
         if handover is None:
             self._submit(request, engine)
@@ -131,18 +131,18 @@ class Frontend:
 
     def finished(self, request: Request, now: int) -> bool:
         """Note that an engine has finished a request. Returns whether that ends a request of the workload."""
-        # If it was cancelled during its last iteration, its caller has continued already.
+        # If the request was cancelled during its last iteration, its caller has already continued.
         return request.cancel_at is None or request.cancel_at >= now
 
     def planned(self, engine: SimEngine, now: int) -> None:
-        """Handle a plan's blocks for KV and ended requests; here there are none."""
+        """Handle a plan's blocks for KV and ended requests; colocated engines have none."""
 
     def cancel(self, request: Request) -> None:
         if request.status not in ("waiting", "running"):
             return
         if request.engine is not None:
             self.give_up(request, self.host.engines[request.engine], request)
-        elif request in self.unplaced:  # otherwise its KV is on its way, and it is given up on arrival
+        elif request in self.unplaced:  # otherwise its KV is in transfer; its arrival ends the request
             self.unplaced.remove(request)
             self._end_cancelled(request)
 

@@ -20,8 +20,8 @@ from libra.sim.workload.caller import Caller
 
 @dataclass(frozen=True, slots=True)
 class KVMoves:
-    """Transfers over the links of a fabric. Each transfer has its engines' share of the links alone: contention is
-    ignored. `bytes_per_token` is for all layers and heads."""
+    """Transfers over the links of a fabric. Each transfer has its engines' share of the links to itself:
+    contention is ignored. `bytes_per_token` is for all layers and heads."""
 
     bytes_per_token: float
     fabric: Fabric
@@ -35,8 +35,8 @@ class KVMoves:
         request: Request,
         now: int,
     ) -> tuple[int, int] | None:
-        """(tokens from the context's beginning, ticks) to move for a request on `target`; None: recomputing them is at
-        least as fast."""
+        """(tokens from the context's beginning, ticks of their transfer) for a request on `target`; None if recomputing
+        them is at least as fast."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
         if missing <= 0:

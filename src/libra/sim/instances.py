@@ -1,7 +1,7 @@
 """Views of engines for routing policies.
 
 Invariant: a policy always sees the present state. A policy that keeps engines ordered by load is notified of changed
-loads, or told that it cannot be (`watch`).
+loads; `watch` returns False for an engine that cannot notify it.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Decoders(Protocol):
 
 
 class PairInstance(EngineInstance):
-    """A prefill engine with the decode engines of its bucket. With several buckets a policy compares the state for the
-    next request in each: the speed and load of the least loaded decode engine, the load of the prompts here, and the
-    wait of its own prompt for these. In a single bucket all prefill engines have the same decode engines, and only
-    prompts count."""
+    """A prefill engine with the decode engines of its bucket. With several buckets, a policy compares three
+    values for the next request: speed and load of the least loaded decode engine, the load of prompts on this engine,
+    and the time for which the request's own prompt waits for these prompts. In a single bucket, all prefill engines
+    have the same decode engines, and only prompts count."""
 
     __slots__ = ("_config", "_cost", "_decoders")
 

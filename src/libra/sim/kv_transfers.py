@@ -25,25 +25,25 @@ class HandedOver:
     source: int  # engine that computes the prompt
     target: int  # engine that decodes
     blocks: int  # that the source keeps
-    computed: int = -1  # the prompt
-    reserved: int = -1  # blocks for it on the target: before the prompt is computed if KV is pushed
+    computed: int = -1  # when the prompt was computed
+    reserved: int = -1  # when the target took blocks for it: before the prompt is computed if KV is pushed
     size: int = 0  # bytes to transfer
-    begun: int = -1  # the transfer
-    sent: int = -1  # its last byte; or it was aborted, and nothing came
+    begun: int = -1  # when the transfer began
+    sent: int = -1  # when its last byte was sent, or when it was aborted and nothing arrived
     came: int = -1
-    released: int = -1  # by the source; or it was given up before it was computed
+    released: int = -1  # when the source released it; or when it was given up before it was computed
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
     """The prefill half of a request, and the KV of its prompt."""
 
-    request: Request  # the whole
+    request: Request  # the whole request
     engine: SimEngine
     part: Request = field(init=False)
     decoder: SimEngine | None = None  # the engine that decodes
     known_since: int | None = None  # tick from which on the decoder sends heartbeats
-    blocks: int = 0  # of the decoder, which wait for its KV
+    blocks: int = 0  # blocks of the decoder that wait for the KV
     record: HandedOver | None = None
 
     def __post_init__(self) -> None:

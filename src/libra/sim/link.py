@@ -22,7 +22,7 @@ class Link:
 
     rate: int
     transfers: dict[Transfer, None] = field(default_factory=dict)
-    share: int = 0  # of each of them
+    share: int = 0  # of each transfer
     moved: int = 0  # bytes that have passed, of transfers that ended
 
     def divide(self) -> None:
@@ -44,8 +44,8 @@ class Transfer:
 
 
 class Network:
-    """Transfers in flight, and the next of their ends. `passed` is called for each interval in which a transfer had one
-    rate, from `Transfer.since` on, with the tick of its end."""
+    """Transfers in flight, and the tick at which the next one ends. `passed` is called for each interval in which a
+    transfer had one rate, from `Transfer.since` on, with the tick of its end."""
 
     __slots__ = ("_ends", "_passed", "_serial", "_transfers")
 

@@ -1,7 +1,7 @@
 """Simulation of a plan: the rollout of its steps, or a whole run.
 
 Invariant: the simulator gets the same inputs as the planner (engines, memory, times, lengths, tools), so a difference
-between the two is due to what the planner's price leaves out.
+between the two comes from effects that the planner's price leaves out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def simulate_plan(
 ) -> SimulationResult:
     """Simulate the plan's engines on the trajectories of `steps` steps, drawn from the finished ones of a log.
 
-    `route` learns from the finished trajectories `learned` before the run; the other arguments are those of
+    Before the run, `route` learns from the finished trajectories of `learned`. The other arguments are those of
     `planned_run` and `simulate`. Raises ValueError if the plan's engines cannot run, or a trajectory does not fit.
     """
     deployment, workload = planned_run(
@@ -151,9 +151,9 @@ def simulate_run(
     tenancy: BorrowedDevices | None = None,
     tell: Callable[[int], None] = lambda _: None,
 ) -> SimulatedRun:
-    """Simulate the first `steps` optimiser steps of a run that would continue, as `run_of` begins it. `route` learns
-    from the finished trajectories of `learned` first. With a `tenancy` the run ends with its last step, and serving
-    requests run to their end. `tell` is called with each step."""
+    """Simulate the first `steps` optimiser steps of a run of `run_of`, which would continue after them. Before the run,
+    `route` learns from the finished trajectories of `learned`. With a `tenancy` the run ends with its last step, and
+    serving requests run to their end. `tell` is called with each step."""
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
     ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way at the end
@@ -180,8 +180,8 @@ def run_of(
     prompt, with the recipe's samples each; engines and trainers wait for each other according to its staleness.
 
     `policy` routes, with its present knowledge. `tenancy` describes serving on the devices that the plan borrows;
-    without it their speed is their share. Raises ValueError for a plan that is not for a cluster, and for a trajectory
-    that no engine of the plan holds.
+    without it, a lent engine has the speed of its share of the device. Raises ValueError for a plan that is not for a
+    cluster, and for a trajectory that no engine of the plan holds.
     """
     system = System("plan", plan, lambda: policy, tenancy=tenancy)
     recipe = system.request.recipe
@@ -210,8 +210,8 @@ def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
 
 
 def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[WeightUpdate, ...]:
-    """A plan's weight updates. Engines of one bucket pause for its stall; at the first update there is nothing to
-    refresh."""
+    """A plan's weight updates. Engines of one bucket pause for the bucket's stall. At the first update there is no
+    context to refresh."""
     stalls = [ticks(price.option.stall) for price in _prices(plan)]
     members = [
         frozenset(index for index, engine in enumerate(engines) if engine.bucket == bucket)

@@ -18,7 +18,7 @@ from libra.sim.engine.request import Request
 from libra.sim.instances import EngineInstance, PairInstance, SimulatedFleet
 from libra.sim.workload.caller import Caller
 
-_USUAL = DecodeBatch(32)  # by whose time engines are compared
+_USUAL = DecodeBatch(32)  # engines are compared by the time of an iteration of this batch
 _USUAL_CONTEXT = 32 * 4096  # tokens, in total
 
 
@@ -53,7 +53,7 @@ class Placer:
         self._by_name: dict[str, SimEngine] = {}
         self._instances: dict[int, EngineInstance] = {}  # by index of the engine
         self._by_bucket: dict[int, SimulatedFleet] = {}  # those that were needed since engines changed
-        self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to continue there
+        self._destined: dict[int, Placement] = {}  # of the rest of a stopped request, by number of the request
 
     # Engines in service
 
@@ -112,8 +112,8 @@ class Placer:
     # Requests
 
     def place(self, request: Request, *, again: bool, bucket: int | None = None) -> SimEngine | None:
-        """The engine for a request; None: none holds it. `again`: the policy has placed the request before, and knows
-        the tool return before it. With `bucket` it goes to an engine of that bucket."""
+        """The engine for a request; None if no engine holds it. `again`: the policy has placed the request before, and
+        knows the preceding tool return. With `bucket` it goes to an engine of that bucket."""
         route = self._route
         if route is None:
             return next(iter(self._by_name.values()), None)
@@ -215,7 +215,7 @@ class Placer:
 
 
 def _classify(instances: Sequence[EngineInstance]) -> None:
-    """Tell engines of different paces apart, as a live router does by their turns."""
+    """Distinguish engines of different paces, as a live router does by their turns."""
     if len({id(it.engine.cost) for it in instances}) > 1:
         told = [it.engine.decode_ticks(_USUAL, _USUAL_CONTEXT) for it in instances]
         for instance, number in zip(instances, pace_classes(told), strict=True):

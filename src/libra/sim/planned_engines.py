@@ -53,8 +53,8 @@ def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, .
 
 
 def planned_network(request: ClusterRequest) -> KVNetwork | None:
-    """The network from prefill to decode, if buckets may be pairs; None: they may not. Each GPU has its share of its
-    node's network; the slowest nodes count."""
+    """The network from prefill to decode, if buckets may be prefill/decode pairs; else None. Each GPU has its share of
+    its node's network; the slowest nodes count."""
     if not request.recipe.prefill_decode:
         return None
     nodes = request.cluster.nodes
@@ -115,7 +115,7 @@ def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[Eng
         config, cost = made[kind]
         spec = EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
         if group.role == "prefill" or group.role == "decode":
-            # The engine that computed a prompt may stop for another plan before its KV is read.
+            # The engine that computed a prompt may stop for another plan before the KV of the prompt is read.
             its = replace(config, kv_load_failure_policy="recompute")
             spec = replace(spec, config=its, role=ROLES[group.role], kv_bytes=kv_bytes)
         engines.append(spec)

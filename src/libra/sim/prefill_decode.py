@@ -39,17 +39,17 @@ class PrefillDecode(Frontend, ABC):
         super().__init__(host, placer, patient=patient, kv_moves=kv_moves, interrupted=interrupted)
         self.settings, self.decoders = settings, decoders
         self.placers = placer, decoders
-        self.transfers = 0  # that came
+        self.transfers = 0  # that arrived
         self.handed_over: list[HandedOver] = []  # in the order in which decode engines got the requests
         self._keep = keep
         self._stayed: set[str] = set()  # trajectories without a prompt on a prefill engine so far
         self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is released
         self._transfers = KVTransfers(settings, host.specs, host.at, self._arrived)
-        self._broken: set[int] = set()  # engines that nothing can be read from
+        self._broken: set[int] = set()  # engines whose KV cannot be read
 
     @property
     def idle(self) -> bool:
-        """Whether no KV is in transfer, or kept for one."""
+        """Whether no KV is in transfer, or kept for a transfer."""
         return not self._prefills and not len(self._transfers)
 
     @property
@@ -80,7 +80,8 @@ class PrefillDecode(Frontend, ABC):
         return self.placer.place(request, again=again)
 
     def _stays(self, request: Request) -> SimEngine | None:
-        """The decode engine, if it also computes the prompt, because it lacks little of it; else None."""
+        """The decode engine if it also computes the prompt, because few tokens of the prompt are missing there; else
+        None."""
         if not self.settings.local_below:
             return None
         engine = self.decoders.place(request, again=True)
@@ -93,7 +94,7 @@ class PrefillDecode(Frontend, ABC):
     def _decoder(self, prefill: Prefill) -> SimEngine | None:
         """The decode engine for a prompt: one of the same bucket."""
         request = prefill.request
-        ask_at = request.ask_at  # it was placed in this bucket by that policy
+        ask_at = request.ask_at  # that policy has placed the request in this bucket
         engine = self.decoders.place(request, again=True, bucket=self.placer.bucket_of(prefill.engine))
         request.ask_at = ask_at
         return engine

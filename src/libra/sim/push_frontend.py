@@ -85,7 +85,7 @@ class PushFrontend(PrefillDecode):
         if not isinstance(request.owner, Prefill):
             super().resume(engine, request, now)
         elif self._prefills.get(request.owner.request) is request.owner:
-            # Others may have decided at this tick, or be at a boundary that is not visited.
+            # Other engines may have decided at this tick, or may be at a boundary that no event has to visit.
             self.host.at(now + 1, lambda tick, it=request.owner: self._start_anew(it, tick))  # type: ignore[misc]
 
     def _start_anew(self, prefill: Prefill, now: int) -> None:

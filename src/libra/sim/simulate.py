@@ -50,11 +50,12 @@ def simulate(
 ) -> SimulationResult:
     """Simulate a workload on these engines. `route`, a policy or its name, is required with several engines.
 
-    `limits` are the largest final contexts of the engines' buckets, shortest first (not given: all are one bucket),
-    `turn_tokens` the room that a turn needs beyond its context, `time_limit` seconds of simulated time, and `seed` that
-    of a named policy. If engines have roles, `kv_transfer` is the network for KV from prefill to decode, and
-    `decode_route` chooses the decode engine. `exact` visits every iteration: the same result, slower. `progress` is
-    called every few thousand decisions. Raises ValueError if engines, policy and limits do not fit together.
+    `limits` are the largest final contexts of the engines' buckets, shortest first; without them, all engines are one
+    bucket. `turn_tokens` is the room that a turn needs beyond its context, `time_limit` is in seconds of simulated
+    time, and `seed` is for a named policy. If engines have roles, `kv_transfer` is the network for KV from prefill to
+    decode, and `decode_route` chooses the decode engine. `exact` visits every iteration: the same result, slower.
+    `progress` is called every few thousand decisions. Raises ValueError if engines, policy and limits do not fit
+    together.
     """
     check_buckets(limits, turn_tokens)
     watcher = OccupancyRecorder()
@@ -87,8 +88,8 @@ def simulate_deployment(
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
-    """Simulate a workload on the engines, buckets, weight updates and network of a deployment. Policy and limit of time
-    are not the deployment's but those that are given; the other arguments are those of `simulate`."""
+    """Simulate a workload on the engines, buckets, weight updates and network of a deployment. The given
+    policy and time limit replace the deployment's. The other arguments are those of `simulate`."""
     return simulate(
         deployment.engines,
         workload,

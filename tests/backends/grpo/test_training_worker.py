@@ -42,7 +42,7 @@ serve_and_leave(lambda: training_worker.serve_together(own, 3, lambda channel, i
     ("patch", "why"),
     [
         ("training_worker._serve_peer = killed", r"process \d of the replica has ended: killed by signal 9"),
-        ("training_worker._serve_peer = lambda *arguments: os._exit(3)", r"process \d .* is gone: exit status 3"),
+        ("training_worker._serve_peer = lambda *arguments: os._exit(3)", r"process \d .* has ended: exit status 3"),
         ("training_worker._serve_peer = failing", r"process \d of the replica: ValueError: no memory"),
         ("training_worker.meet = last_is_killed", "process 2 of the replica has ended: killed by signal 9"),
     ],

@@ -141,8 +141,8 @@ class SlotOffer:
 
 def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
     """The place of each slot, at most `most` slots. A node has one slot for each accelerator. If no node has an
-    accelerator, most `most`. Nodes without room and nodes that are not needed are left out, and the others are numbered
-    in order. Raises `LaunchError` if there is too little room.
+    accelerator, a node has one slot for each `share` of a core. Nodes without room and nodes that are not needed are
+    left out, and the others are numbered in order. Raises `LaunchError` if there is too little room.
     """
     accelerated = any(offer.gpus >= 1 for offer in offers)
     rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]

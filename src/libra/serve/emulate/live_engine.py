@@ -1,7 +1,7 @@
 """A simulated engine that runs in real time.
 
 Invariant: every event has the tick that the simulator gives for the same arrival times. A busy event loop delays the
-its report, not the event.
+report of an event, but not the event itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9  # seconds: loop times are floats, and must not fall before the
 
 class WallClock:
     """Simulated time that follows the event loop's clock from tick 0 at construction. With a `speed` of 2, simulated
-    time twice as fast.
+    time passes twice as fast.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, speed: float = 1.0) -> None:

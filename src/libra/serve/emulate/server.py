@@ -1,7 +1,7 @@
 """The HTTP application of emulated engines: all in one process, each with a base URL `/engines/NAME/v1`.
 
-Invariants: the emulator sends a response when the simulator has generated the last token of the response. A request is
-disconnected is cancelled.
+Invariants: the emulator sends a response when the simulator has generated the last token of the response. A request
+whose client has disconnected is cancelled.
 """
 
 from __future__ import annotations

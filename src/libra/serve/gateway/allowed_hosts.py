@@ -1,6 +1,6 @@
 """Hosts that an owner allows: this machine, networks, and names.
 
-Invariant: a name allows only an address that is written as this name. Names are not resolved.
+Invariant: names are not resolved. So a name allows only a host whose address is written as this name.
 """
 
 from __future__ import annotations

@@ -130,14 +130,14 @@ class GatewayConfig(Section):
     priorities: Annotated[bool, Field(strict=True)] = (
         False  # send the policy's priorities, for engines that schedule by them
     )
-    wait_seconds: _Seconds = 60.0  # that a turn waits for an engine with room
+    wait_seconds: _Seconds = 60.0  # for which a turn waits for an engine with room
     idle_seconds: _Seconds = 3600.0  # after which a trajectory without turns is forgotten
-    engine_timeout_seconds: _Seconds = 20.0  # of silence, /health included, that cost an engine its turns
-    turn_timeout_seconds: _Seconds = 3600.0  # of silence about one turn that end it
+    engine_timeout_seconds: _Seconds = 20.0  # of silence, also of /health, after which an engine loses its turns
+    turn_timeout_seconds: _Seconds = 3600.0  # of silence about one turn, after which the turn ends
     max_attempts: _Count = 5  # engines that may fail a turn before it is refused
     control: Annotated[bool, Field(strict=True)] = True  # pass control requests of trainers on to all engines
     shared: Annotated[bool, Field(strict=True)] = (
-        False  # others send to the same engines, which are asked for their queues
+        False  # other clients use the same engines, so the gateway asks the engines for their queues
     )
     workers_from: tuple[str, ...] = ()  # hosts besides this machine whose engines may join: addresses, networks, names
 
@@ -155,8 +155,8 @@ class GatewayConfig(Section):
 
 
 def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
-    """Read a file such as `examples/gateway.yaml`. `policy` replaces its `route`, and `workers_from` the file's hosts
-    whose engines may join. Raises `ConfigError`."""
+    """Read a file such as `examples/gateway.yaml`. `policy` replaces the file's `route`. `workers_from` replaces the
+    file's hosts whose engines may join. Raises `ConfigError`."""
     path = Path(path)
     given: dict[str, Any] = {} if policy is None else {"route": policy}
     if workers_from:
@@ -171,7 +171,7 @@ def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequ
 
 
 def gateway_of(urls: Sequence[str], policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
-    """The gateway of these engines, which are asked for their longest contexts. Raises ValueError."""
+    """The configuration of a gateway for these engines, which report their longest contexts. Raises ValueError."""
     for number, url in enumerate(urls):
         if url in urls[:number]:  # it is not shown, as it may hold a password
             raise ValueError(f"--engine number {number + 1} repeats an earlier one; name each engine once")
@@ -225,7 +225,7 @@ def _require_sound(file: GatewayConfig) -> None:
                 " bucket's limit, or move the engine"
             )
     if is_path(file.route):
-        return  # the command that starts the gateway loads it, once
+        return  # the command that starts the gateway loads the policy, once
     try:
         policy_named(file.route, sticky=file.sticky)
     except ValueError as error:

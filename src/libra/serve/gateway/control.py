@@ -1,7 +1,7 @@
 """Control requests of trainers, passed on to all engines, and requests that any engine can answer.
 
-Invariant: a control request goes to every engine in service at the same time, and the client gets the worst answer. An
-unreachable engine counts as status 502. Engines out of service do not get it.
+Invariant: a control request goes to all engines in service at the same time, and the client gets the worst answer. An
+unreachable engine counts as status 502. Engines out of service do not get the request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TO_ALL = (  # POST; of vLLM, then of SGLang
     "/continue_generation",
 )
 ASKED_OF_ALL = ("/is_paused", "/is_sleeping", "/weight_info")  # GET
-FROM_ANY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # POST, that one engine answers for all
+FROM_ANY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # POST; one engine answers for all
 _ANY_SECONDS = 5.0  # until the next engine is asked
 _LARGEST_ANSWER = 64 * 2**20  # bytes
 _JSON = {"Content-Type": "application/json"}
@@ -104,7 +104,7 @@ class Control:
         return web.json_response({"world_size": sum(await self._sizes(request))})
 
     async def init_weight_transfer(self, request: web.Request) -> web.Response:
-        """Each engine joins the trainer's group with ranks of its own, after those of the engines before it."""
+        """Let each engine join the trainer's group with its own ranks, after the ranks of the engines before it."""
         body = await self._body(request)
         try:
             info = decoded(_init, body or b"").init_info

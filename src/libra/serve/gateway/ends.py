@@ -1,7 +1,7 @@
 """Ends of trajectories: finished by their client, forgotten, or given up after a time without turns.
 
-Invariant: a finished trajectory is kept before the policy learns from it, and learned from once. A trajectory that its
-client never finishes is kept as unfinished: its length is a lower bound.
+Invariant: a finished trajectory is kept before the policy learns from it, and the policy learns from it once. A
+trajectory that its client never finishes is kept as unfinished: its length is a lower bound.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_finish(body: bytes) -> Finish:
 
 @dataclass(slots=True)
 class TrajectoryEnds:
-    """Calls `keep` with every trajectory that ends, before anything is learned from it. `keep` may raise `DiskError`:
+    """Calls `keep` with every trajectory that ends, before the policy learns from it. `keep` may raise `DiskError`:
     then the trajectory has not ended, and may be ended again."""
 
     keep: Callable[[Trajectory], None]
@@ -68,7 +68,7 @@ class TrajectoryEnds:
         return trajectory
 
     def finish_session(self, id: str) -> int:
-        """End a trajectory whose client reports no outcome. If its last turn is in flight, it ends once that is over.
+        """End a trajectory whose client reports no outcome. If its last turn is in flight, it ends after that turn.
         If its last turn got no answer, it is kept as unfinished. Returns the number of its answered turns so far.
         Raises `DiskError`."""
         turns = self.trajectories.answered_turns(id)

@@ -17,8 +17,8 @@ _UNSAID = ("Accept", "User-Agent")  # headers that aiohttp would add
 
 
 class EngineClient:
-    """While it runs, it has `connections` for turns and a `session` for all else. `mark` is in `Via` of all that
-    it sends."""
+    """While the client runs, it has `connections` for turns and a `session` for other requests. `mark` is in the `Via`
+    of every request."""
 
     session: ClientSession
     connections: EngineConnections

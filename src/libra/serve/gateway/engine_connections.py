@@ -1,10 +1,10 @@
 """Connections to engines that carry turns, over HTTP/1.1.
 
-Turns are nearly all that a gateway does, and most of a turn's CPU time would be a general client's. This one sends one
-kind of request, and wakes its task at most once for each read of the socket.
+A gateway mainly forwards turns, and a general HTTP client would take most of a turn's CPU time. This client sends only
+one kind of request, and wakes its task at most once for each read of the socket.
 
-Invariant: a connection carries one turn at a time, and is used again only after the whole answer. What an engine sends
-is buffered up to `_UNREAD` bytes, then its socket is not read until the buffer has been taken.
+Invariant: a connection carries one turn at a time, and is used again only after the whole answer. The client
+buffers up to `_UNREAD` bytes from an engine, and then does not read the socket until the buffer has been taken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JOINED = 2**16  # bytes of a body that is sent in one piece with its head
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server, as far as a connection depends on it."""
+    """The parts of a server's address that determine a connection."""
 
     host: str
     port: int
@@ -59,11 +59,11 @@ class EngineAddress:
 
 
 class EngineConnections:
-    """Call `to` for each turn. `made` counts new connections for the collection of garbage."""
+    """A pool of connections. Call `to` for each turn. `made` counts new connections, which leave garbage to collect."""
 
     def __init__(self, made: Connections) -> None:
         self._made = made
-        self._idle: dict[Endpoint, deque[EngineConnection]] = {}  # of each endpoint, the longest idle first
+        self._idle: dict[Endpoint, deque[EngineConnection]] = {}  # by endpoint; the longest idle connection is first
 
     async def to(self, endpoint: Endpoint) -> EngineConnection:
         """A connection, to be used as an async context. Raises OSError if the engine accepts none in time."""
@@ -102,7 +102,7 @@ class EngineConnections:
 
 
 class EngineConnection(asyncio.Protocol):
-    """An answer's `status` and `headers` are those of the latest `post`."""
+    """A connection to an engine. `status` and `headers` are those of the answer to the latest `post`."""
 
     def __init__(self, idle: deque[EngineConnection]) -> None:
         self.status = 0
@@ -148,7 +148,8 @@ class EngineConnection(asyncio.Protocol):
 
     async def readany(self, at_once: Callable[[bytes], bool] | None = None) -> bytes:
         """The bytes of the body that have arrived since the last call, at least one; b"" at the end. Bytes that arrive
-        while it waits go to `at_once` first; if that returns True, it has taken them. Raises as `post`."""
+        during the wait go to `at_once` first; if `at_once` returns True, it has taken them. Raises the errors of
+        `post`."""
         while not (pieces := self._pieces):
             if self._ended:
                 return b""
@@ -190,7 +191,7 @@ class EngineConnection(asyncio.Protocol):
         else:
             self.abort()
 
-    # What asyncio calls
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -238,7 +239,7 @@ class EngineConnection(asyncio.Protocol):
         self._waiter = None
         waiter.set_result(None)
 
-    # What httptools calls
+    # Called by httptools
 
     def on_message_begin(self) -> None:
         if self._ended:

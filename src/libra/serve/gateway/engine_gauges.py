@@ -38,7 +38,7 @@ class EngineGauges:
 
 
 def read_gauges(text: bytes) -> EngineGauges:
-    """The gauges of the answer of vLLM's or SGLang's /metrics. Of several ranks, requests add up, and the fullest KV
+    """The gauges of the answer of vLLM's or SGLang's /metrics. With several ranks, requests add up, and the fullest KV
     memory counts."""
     found: dict[str, list[float]] = {}
     for name, _, value in _LINE.findall(text):

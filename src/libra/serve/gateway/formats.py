@@ -1,5 +1,5 @@
 """Endpoints of turns: their paths on engines, and the readers of their bodies and answers. A new endpoint is an entry
-of `FORMATS`, with a `TurnBody` and an `AnswerReader` if its shapes are new."""
+of `FORMATS`; new shapes of bodies and answers need a `TurnBody` and an `AnswerReader`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TurnFormat:
     path: str  # of a request, at the gateway and at the root of an engine
     decoder: msgspec.json.Decoder[Any]  # of a kind of `TurnBody`
     reader: Callable[[TurnBody], AnswerReader]
-    asks_usage: bool = False  # whether a stream reports tokens only where `stream_options` ask for it
+    asks_usage: bool = False  # whether a stream reports tokens only if `stream_options` ask for them
     told_apart: bool = False  # whether sessions without a name are found by their prompts and answers
 
     def read(self, body: bytes) -> TurnBody:

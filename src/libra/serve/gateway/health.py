@@ -1,8 +1,8 @@
 """Health checks of the engines, and the end of turns whose engine is silent.
 
 Invariant: no turn waits for ever: an unhealthy engine that sends nothing for `engine_timeout_seconds` loses all its
-turns; a healthy one that sends nothing of a turn for `turn_timeout_seconds` loses that turn. An engine with an unknown
-longest context is asked for it before it is in service.
+turns; a healthy one that sends nothing of a turn for `turn_timeout_seconds` loses that turn. If the longest
+context of an engine is unknown, the gateway asks the engine for it before it is in service.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.upstreams import Fault, TurnFailure, Upstream, Upstreams, untraced, whole_of
 
 RECHECK_SECONDS = 1.0  # between two checks of an unhealthy engine
-_CHECK_SECONDS = 10.0  # between two checks of a healthy one: if it fails, a turn will say so sooner
+_CHECK_SECONDS = 10.0  # between two checks of a healthy engine: a failure is seen sooner by its turns
 _CHECK_TIMEOUT = 2.0
 _ABORT_SECONDS = 1.0  # between two searches for turns past their timeout, at most
 _LARGEST_LIST = 2**20  # bytes of a list of models
@@ -62,7 +62,7 @@ class HealthMonitor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def watch(self, engine: Upstream, first: float = _CHECK_SECONDS) -> None:
-        """Check an engine, for the first time after `first` seconds, until it has left and its turns have ended."""
+        """Check an engine until it has left and its turns have ended. The first check is after `first` seconds."""
         self._watched[engine] = asyncio.create_task(self._keep_checking(engine, first))
 
     def doubt(self, engine: Upstream) -> None:

@@ -75,14 +75,15 @@ def _after_comma(rest: bytes) -> bytes | None:
 
 
 def _signature(text: str, calls: list[str]) -> bytes:
-    """Ids of tool calls, which are unique, or else the text, whose ends clients may strip."""
+    """Comparable form of a message: the unique ids of its tool calls; or its text without surrounding white space,
+    which clients may strip."""
     return ("\1".join(calls) if calls else text.strip()).encode() + _END
 
 
 @dataclass(eq=False)
 class PromptHistory:
-    """A prompt. `open` is its JSON without the last bracket or quote, `seed` a hash of all other fields that must be
-    equal."""
+    """A prompt. `open` is the JSON of the prompt without the last bracket or quote. `seed` is a hash of all other
+    fields that must be equal."""
 
     open: bytes
     kind: PromptKind
@@ -100,7 +101,7 @@ class PromptHistory:
 
     @cached_property
     def end(self) -> tuple[int, int, int]:
-        """Hash of its full blocks, then length and hash of the bytes after these."""
+        """Hash of the full blocks of the prompt, then length and hash of the bytes after the full blocks."""
         tail = self.open[BLOCK * (len(self.marks) - 1) :]
         return self.marks[-1], len(tail), hash(tail)
 

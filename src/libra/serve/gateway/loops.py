@@ -1,4 +1,4 @@
-"""Detection of requests that a gateway has sent to itself, by way of an engine that is a gateway.
+"""Detection of requests that a gateway has sent to itself, through an engine that is also a gateway.
 
 Invariant: each request to an engine has this gateway's mark in `Via`, after the marks of gateways before it. A request
 that arrives with the mark is refused with status 508, so no turn and no health check runs in a circle.

@@ -1,7 +1,7 @@
 """Load of other gateways and users on the engines of a gateway, as reported by the engines.
 
-Invariant: an engine's load is that of this gateway's turns in flight, plus the mean context of trajectories here for
-each of its other requests. An engine that reports nothing has none.
+Invariant: an engine's load is the load of this gateway's turns in flight, plus one mean context for each other request
+on the engine. The mean is over the trajectories here. An engine that reports nothing has no other requests.
 """
 
 from __future__ import annotations

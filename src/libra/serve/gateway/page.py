@@ -27,14 +27,14 @@ from libra.serve.live_page import alive, live_application, page_maker
 _LOOK_SECONDS = 2.0  # between two samples
 _WINDOW = 5  # samples over which a rate is a mean
 _SAMPLES = 600  # that are kept
-_WATCHED_SECONDS = 10.0  # after which a browser that asks no more has gone
+_WATCHED_SECONDS = 10.0  # without a request, after which a browser counts as gone
 _SESSIONS = 40  # that the page shows
 
 
 class RouterPage:
     """The page of one gateway. A `live_page.LivePage`."""
 
-    trouble = ""  # a view can always be had
+    trouble = ""  # a view is always available
 
     def __init__(self, gateway: Gateway, recent: Recent, policy: str, maker: Executor) -> None:
         self._gateway, self._recent, self._policy, self._maker = gateway, recent, policy, maker
@@ -178,8 +178,8 @@ def _clock(seconds: float) -> str:
 async def router_page_at(
     port: int, token: str | None, gateway: Gateway, recent: Recent, policy: str
 ) -> AsyncIterator[str]:
-    """Serves the page of a running gateway. If the gateway has a token, clients must send it, and a browser asks for it
-    as a password. Yields the address; port 0 takes any free port. Raises OSError."""
+    """Serves the page of a running gateway. If the gateway has a token, clients must send it; a browser asks its user
+    for the token as a password. Yields the address; port 0 takes any free port. Raises OSError."""
     with page_maker() as maker:
         page = RouterPage(gateway, recent, policy, maker)
         following = asyncio.create_task(page.follow())

@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 @contextmanager
 def told_policy_failure() -> Iterator[None]:
-    """Continue after a failed call that only informs the policy; it then knows less."""
+    """Continue after a failed call that only informs the policy. The policy then lacks this information."""
     try:
         yield
     except PolicyError as error:

@@ -1,6 +1,6 @@
 """A gateway's recent decisions, tokens of engines, and lengths of ended trajectories.
 
-Invariant: its memory is bounded: it keeps the latest of each.
+Invariant: the memory is bounded: only the latest entries of each kind are kept.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Recent(Watcher):
         self.ended_trajectories: deque[tuple[float, Trajectory]] = deque(maxlen=ENDED)  # with the time of each
         self.generated: dict[str, int] = {}  # tokens, by engine
         self.decided = 0  # decisions since the start
-        self.closings = 0  # trajectories that ended since then
+        self.closings = 0  # trajectories that ended since the start
         self._clock = clock
         self._engines: OrderedDict[str, str] = OrderedDict()  # of trajectories in progress
-        self._open: dict[RoutedTurn, str] = {}  # turns, with the engine that has them; empty: none
+        self._open: dict[RoutedTurn, str] = {}  # turns, with the engine of each; empty: none
 
     @property
     def turns(self) -> int:
@@ -50,11 +50,11 @@ class Recent(Watcher):
 
     @property
     def waiting(self) -> int:
-        """Those of these turns that have had no engine yet."""
+        """Turns that have arrived and have had no engine yet."""
         return sum(not engine for engine in self._open.values())
 
     def engine_of(self, trajectory: str) -> str:
-        """The engine of its latest turn; empty: none yet."""
+        """The engine of the trajectory's latest turn; empty: none yet."""
         return self._engines.get(trajectory, "")
 
     def begun(self, turn: RoutedTurn) -> None:

@@ -1,7 +1,7 @@
 """One turn on one engine: forwards the body, and passes the answer back unchanged.
 
-Invariant: until the first byte of an answer has reached the client, an engine's failure gives no response, and the
-caller may retry on another engine; after that it is an error event at the end of the stream.
+Invariant: until the first byte of an answer has reached the client, a failure of the engine gives no response, and the
+caller may retry on another engine. A later failure is an error event at the end of the stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAULTS = {  # by status of an answer
 }
 _AT_ONCE = 2**15  # bytes, less than a connection buffers before a writer has to wait
 _LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
-_SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # it is read on its way
+_SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # the gateway reads the answer
 _PASSED = ("Content-Type", "Content-Encoding", "Retry-After", "Server-Timing")  # headers of an answer
 
 
@@ -118,7 +118,7 @@ async def _stream(
     passing = _Passing(request, response, attempt, reader)
     while piece := await answer.readany(passing.at_once):
         passed = passing.cut(piece)
-        if passed and not await _write(response, request, passed):  # up to the first a retry is possible
+        if passed and not await _write(response, request, passed):  # before the first write a retry is possible
             return None
     rest = passing.rest()
     if not reader.ended(passing.latest):
@@ -159,8 +159,8 @@ class _Passing:
         return rest
 
     def at_once(self, piece: bytes) -> bool:
-        """Pass a small piece on while the client reads what it is sent, without waking the task of the turn, which
-        would take a fourth of the time. False: the task has to take the piece."""
+        """Pass a small piece on at once if the client keeps up. This saves a wake-up of the turn's task, which would
+        take a fourth of the time. False: the task has to take the piece."""
         transport = self._request.transport
         if len(piece) > _AT_ONCE or self._events.unfinished or not self._response.prepared:
             return False

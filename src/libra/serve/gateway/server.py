@@ -50,8 +50,8 @@ _GAUGES = {  # of an engine
 
 
 class Gateway:
-    """Calls `keep` with every trajectory that ends, finished or not, before anything is learned from it. `keep` may
-    raise `DiskError`: then the trajectory has not ended, and may be ended again. `guarded`: clients send the gateway a
+    """Calls `keep` with every trajectory that ends, finished or not, before the policy learns from it. `keep` may raise
+    `DiskError`: then the trajectory has not ended, and may be ended again. `guarded`: clients send the gateway a
     token, which is not for engines."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Gateway:
             for id in self.trajectories.idle_since(loop.time() - self._config.idle_seconds):
                 self._ends.expire(id)
 
-    # Introspection
+    # State of the gateway
 
     async def _list(self, _: web.Request) -> web.Response:
         listed = [

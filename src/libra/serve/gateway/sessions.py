@@ -1,7 +1,7 @@
 """The trajectory that a request belongs to: by the field `libra`, a header, the body's metadata, or its prompt.
 
-Invariant: the field takes precedence over headers, and these over metadata. A request that names no trajectory gets the
-one whose history it continues, or a new one of its own.
+Invariant: the field takes precedence over headers, and headers over metadata. A request that names no trajectory gets
+the one whose history it continues, or a new one of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")  # of vllm-router's and 
 class TurnSession:
     """The trajectory of one request."""
 
-    field: LibraField  # as the client gave it, or made from what it gave
-    lone: bool = False  # it has no other turn
-    strict: bool = True  # a second turn at a time is refused, rather than served as a turn of its own
+    field: LibraField  # given by the client, or made from the client's other fields
+    lone: bool = False  # the trajectory has no other turn
+    strict: bool = True  # a concurrent second turn is refused; otherwise it gets a trajectory of its own
     history: PromptHistory | None = None  # of a trajectory without a name, by which its next turn is found
 
 
@@ -63,8 +63,8 @@ class Sessions:
         return TurnSession(LibraField(f"turn {next(self._numbers)}"), lone=True)
 
     def ended(self, session: TurnSession, said: Said | None) -> list[str]:
-        """Remember a trajectory without a name. `said`: None if the turn got no answer. Returns the trajectories given
-        up in exchange."""
+        """Remember a trajectory without a name. `said`: None if the turn got no answer. Returns the trajectories that
+        are forgotten to make room."""
         history = session.history
         if history is None:
             return []
@@ -73,7 +73,7 @@ class Sessions:
 
 
 def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
-    """The field of a request that names its trajectory. The messages give the tool return if the field does not."""
+    """The field of a request that names its trajectory. If the field has no tool return, the messages give it."""
     if (given := body.libra) is not None:
         if given.tool is None:
             given.tool = body.returned()
@@ -88,7 +88,7 @@ def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
 
 
 def _seed(format: TurnFormat, headers: Mapping[str, str], body: TurnBody) -> int:
-    """Hash of the common parts of a session's requests, without the prompt: clients with different tokens never share
-    one."""
+    """Hash of the common parts of a session's requests, without the prompt: clients with different bearer tokens never
+    share a session."""
     own = headers.get("Authorization")
     return hash((format.path, bytes(body.model), bytes(body.preamble), own))

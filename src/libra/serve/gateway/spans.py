@@ -1,8 +1,9 @@
 """Spans of trajectories, turns and tool calls, by OpenTelemetry's conventions for generative AI.
 
 Invariant: each turn has one span `chat`, whatever its outcome. Turns of a trajectory, and a span `execute_tool` for
-each tool return, belong to one span `invoke_agent`, from the first turn to the trajectory's end. A turn whose request
-has a `traceparent` is a child of that, and linked to its `invoke_agent`; the engine gets the turn's own.
+each tool return, belong to one span `invoke_agent`, from the first turn to the trajectory's end. If the request of a
+turn has a `traceparent`, the turn's span is a child of that one, and is linked to its `invoke_agent`. The engine gets
+the `traceparent` of the turn's span.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Agent:
 
     span: Span
     context: Context  # with that span
-    answered: int | None = None  # when its last turn was, in ns, until a tool return has followed
+    answered: int | None = None  # time of the answer to its last turn, in ns; None once a tool return has followed
     turns: int = 0  # answered
     prompt_tokens: int = 0  # of all turns
     generated_tokens: int = 0

@@ -11,7 +11,7 @@ from libra.live.trajectories import UNKNOWN_TOOL
 from libra.serve.answers import decoded
 from libra.serve.gateway.libra_field import ReportedReturn
 
-_SEARCHED = 64  # messages, from the end, among which the call of a tool return is looked for
+_SEARCHED = 64  # the call of a tool return is searched among this number of last messages
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -35,8 +35,8 @@ _list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def tool_of(messages: bytes) -> ReportedReturn | None:
-    """The tool whose return ends a chat: its name is that of the call with the same id. None: the chat ends with
-    another message, or is left to the engine."""
+    """The tool return that ends a chat, with the tool's name from the call with the same id. None: the chat ends with
+    another message, or is malformed and left to the engine."""
     if b'"tool"' not in messages:
         return None
     try:

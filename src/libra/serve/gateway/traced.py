@@ -1,7 +1,7 @@
 """Headers that follow one request through several services.
 
-Invariant: they pass to the engine unchanged; `Via` also names this gateway. The answer has the engine's `X-Request-Id`,
-or else the client's.
+Invariant: these headers pass to the engine unchanged, except that `Via` also names this gateway. The answer has the
+engine's `X-Request-Id`, or else the client's.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class _Metadata(msgspec.Struct):
 
 
 class TurnBody(msgspec.Struct, kw_only=True):
-    """A request to generate. Raw fields are for the engine to validate, and no objects are made of them."""
+    """A request to generate. Raw fields are not decoded: the engine validates them."""
 
     model: msgspec.Raw = msgspec.Raw()
     stream: bool | None = None
@@ -88,7 +88,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
 
     @property
     def with_usage(self) -> bytes:
-        """Its stream_options with `include_usage`, as JSON."""
+        """The `stream_options` of the request with `include_usage` added, as JSON."""
         options = bytes(self.stream_options)
         return _USAGE if options in _ABSENT or not options[1:-1].strip() else options[:-1] + b"," + _USAGE[1:]
 
@@ -97,8 +97,8 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return bytes(memoryview(self.priority)[:5]) not in _ABSENT
 
     def needs(self, longest: int, usual: int) -> tuple[int, int]:
-        """Tokens of its context, and of the room beyond: `usual` if the body gives no limit. Raises ValueError for a
-        turn that no engine of `longest` tokens can ever hold."""
+        """Tokens of the turn's context, and of the room beyond: `usual` if the body gives no limit. Raises ValueError
+        for a turn that no engine of `longest` tokens can ever hold."""
         most = next((it for it in map(_count, self.limits) if it is not None), None)
         context, counted = self.prompt_tokens()
         if (context if counted else 1) + (most or 1) > longest:
@@ -106,7 +106,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
             raise ValueError(
                 f"{prompt} with max_tokens {most or 1} is more than any engine holds: the longest context is {longest}"
             )
-        context = min(context, longest - (most or 1))  # a guess must not refuse: the engine counts
+        context = min(context, longest - (most or 1))  # an estimate must not refuse a turn: the engine counts
         return context, most or max(1, min(usual, longest - context))
 
     def prompt_tokens(self) -> tuple[int, bool]:
@@ -118,7 +118,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return -(-(len(prompt) + len(memoryview(self.preamble))) // _CHARACTERS), False
 
     def samples(self) -> int:
-        """Number of requested sequences: its prompts, each multiplied by `choices`."""
+        """Number of requested sequences: the number of prompts times `choices`."""
         return self.prompts() * (_count(self.choices) or 1)
 
     def prompts(self) -> int:
@@ -279,7 +279,7 @@ def _count(value: msgspec.Raw) -> int | None:
 
 
 def _listed(prompt: msgspec.Raw) -> int:
-    """Prompts in a field with one or a list of them: of texts, or of lists of token ids."""
+    """Number of prompts in a field that holds one prompt or a list of prompts, as texts or as lists of token ids."""
     if _SEVERAL.match(memoryview(prompt)) is None:  # without a copy: it may have megabytes
         return 1
     listed = bytes(prompt)  # counted without an object for each prompt: there may be millions
@@ -289,6 +289,6 @@ def _listed(prompt: msgspec.Raw) -> int:
 
 
 def with_field(body: bytes, name: str, value: bytes) -> bytes:
-    """A non-empty JSON object with a field, `value` as JSON, appended: parsers take the last of two fields with one
-    name."""
+    """A non-empty JSON object with a field, `value` as JSON, appended. Parsers use the last of two fields with the
+    same name."""
     return b"".join((body.rstrip()[:-1], b',"%s":' % name.encode(), value, b"}"))

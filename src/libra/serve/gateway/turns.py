@@ -89,14 +89,14 @@ class Turns:
         return RoutedTurn(request, format, body, raw, session, needed, returned, room, wants_usage)
 
     def _admitted(self, session: TurnSession) -> TurnSession:
-        """The session, or a new one for a turn that cannot belong to it. Raises `RefusedRequest` if there are too many
+        """The session, or a new session if the turn cannot belong to it. Raises `RefusedRequest` if there are too many
         trajectories for a new one."""
         id = session.field.trajectory
         if not session.strict and self.trajectories.is_in_flight(id):
             return self.sessions.lone()
         if session.lone or self.trajectories.has_room(id):
             return session
-        if session.history is not None:  # its next turn will not be found
+        if session.history is not None:  # a next turn of this session is not looked up
             return self.sessions.lone()
         raise RefusedRequest("too many trajectories in progress: finish or forget some", 429, RETRY_AFTER)
 
@@ -123,7 +123,7 @@ class Turns:
         if turn.format.asks_usage and body.stream and not turn.wants_usage:
             raw = with_field(raw, "stream_options", body.with_usage)
         lost: TurnFailure | None = None
-        answer: web.Response | None = None  # the latest that an engine gave instead of serving the turn
+        answer: web.Response | None = None  # latest error response of an engine to this turn
         refusing: list[Upstream] = []  # that are full, or answered with an error
         failing: list[Upstream] = []  # of these, those that answered with an error
         for number in range(self.config.max_attempts):
@@ -189,14 +189,15 @@ class Turns:
         return relayed
 
     def _judge(self, engine: Upstream, failure: TurnFailure) -> None:
-        """Handle an engine that has left service, and have one checked that answered with an error."""
+        """Take an engine out of service if it is lost, and check its health if it answered with an error."""
         if failure.fault is Fault.GONE:
             self.lost(engine)
         elif failure.fault is not Fault.SILENT:
             self.health.doubt(engine)
 
     def _blame(self, engine: Upstream, failing: list[Upstream]) -> None:
-        """Note that `engine` served a turn that others failed. If none serves it, the turn may be to blame."""
+        """Note that `engine` served a turn that other engines failed. If no engine serves a turn, the turn may be the
+        cause."""
         engine.served()
         for other in failing:
             if other.strike():
@@ -235,7 +236,7 @@ class Turns:
 
 
 def _trouble(relayed: Relayed | None) -> str:
-    """Reason why a turn was not counted, in a word."""
+    """Reason why a turn was not counted, as one word."""
     if relayed is None:
         error = sys.exception()
         return "no error" if error is None else type(error).__name__

@@ -1,10 +1,10 @@
 """Sessions of clients that name none: a prompt belongs to the session whose last prompt and answer it continues.
 
-Invariant: of the sessions that a prompt continues it gets the one with the longest last prompt, and of these the one
-with the longest answer. If several match and no answer distinguishes them, it gets none: a turn never counts for
-another session. There are never more than `most` sessions; a session takes a kilobyte at most, whatever its prompts. A
-search hashes the prompt once, by blocks. Two sessions with the same prompt and the same answer have the same history,
-so either may continue.
+Invariant: if a prompt continues several sessions, it gets the one with the longest last prompt, and among equals the
+one with the longest answer. If several sessions match and no answer distinguishes them, it gets none: a turn never
+counts for another session. There are never more than `most` sessions; a session takes a kilobyte at most, whatever its
+prompts. A search hashes the prompt once, by blocks. Two sessions with the same prompt and the same answer have the same
+history, so either may continue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from libra.config.listeners import UNNAMED_SESSIONS
 from libra.serve.gateway.history import BLOCK, PromptHistory
 
-_SAME_PROMPT = 512  # sessions of one prompt that are told apart; beyond it the oldest is given up
+_SAME_PROMPT = 512  # most sessions with the same prompt; the oldest one is forgotten to make room
 
 
 @dataclass(slots=True, eq=False)
@@ -39,13 +39,13 @@ class UnnamedSessions:
         self._most = most
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # least recently kept first
         self._at: dict[tuple[int, int, int], dict[str, _Waiting]] = {}  # by end, longest waiting first
-        self._tails: dict[int, dict[int, int]] = {}  # by mark: lengths of tails that follow it, with their number
+        self._tails: dict[int, dict[int, int]] = {}  # by mark: number of tails, by length
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def claim(self, history: PromptHistory) -> str | None:
-        """The session that this prompt continues; it waits no longer."""
+        """The session that this prompt continues. The session then no longer waits for a prompt."""
         content = history.open
         for blocks in range(len(history.marks) - 1, -1, -1):
             mark = history.marks[blocks]
@@ -66,7 +66,7 @@ class UnnamedSessions:
 
     def keep(self, id: str, history: PromptHistory, said: bytes | None, answered: bool) -> list[str]:
         """Let a session wait for its next prompt. `said` is the comparable form of the answer, None if the answer has
-        none. Returns the sessions given up in exchange."""
+        none. Returns the sessions that are forgotten to make room."""
         waiting = _Waiting(history.end, not answered)
         if answered and said is not None:
             waiting.length, waiting.digest = len(said), hash(said)
@@ -83,7 +83,7 @@ class UnnamedSessions:
         return list(dict.fromkeys(given_up))
 
     def drop(self, id: str) -> None:
-        """Let a session wait no longer; no error if it does not wait."""
+        """Forget a waiting session; no error if it does not wait."""
         waiting = self._waiting.pop(id, None)
         if waiting is None:
             return
@@ -108,7 +108,7 @@ def _continued(at: dict[str, _Waiting], history: PromptHistory, end: int) -> str
     try:
         following = history.kind.following(rest)
     except (ValueError, OverflowError, IndexError):
-        return None  # the engine has to judge it
+        return None  # malformed: the engine decides
     if following is None:
         return None
     longest = max(

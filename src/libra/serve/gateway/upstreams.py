@@ -33,15 +33,15 @@ class Fault(Enum):
     """Kinds of failure, by their consequence for the engine."""
 
     GONE = auto()  # it leaves service
-    ERROR = auto()  # it stays, unless other engines serve what it fails
+    ERROR = auto()  # it stays, unless other engines serve the turns that it fails
     BUSY = auto()  # it stays: its queue is full
-    SILENT = auto()  # it stays, and the turn is not tried elsewhere: it is healthy, but silent about this turn
+    SILENT = auto()  # it stays, since it is healthy; the turn, about which it is silent, is not retried
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFailure:
-    """Reason why a turn got no answer from an engine. It is a value, since a stored exception refers to its frames, and
-    they to it."""
+    """Reason why a turn got no answer from an engine. It is a value and no exception: a stored exception and its frames
+    would refer to each other."""
 
     message: str
     fault: Fault
@@ -75,7 +75,7 @@ class Upstream(LiveServer):
         self.address = EngineAddress.of(section.root)
         self.healthy = False
         self.problem: str | None = None  # why the last check failed
-        self.look = asyncio.Event()  # set: check its health now, or soon if it is out of service
+        self.look = asyncio.Event()  # set to check its health now, or soon if it is out of service
         self.turns = 0  # answered
         self.attempts: set[Attempt] = set()
         self.last_byte = 0.0  # when it last sent anything, on the event loop's clock
@@ -96,7 +96,7 @@ class Upstream(LiveServer):
         self._strikes += 1
         if self._strikes < _STRIKES:
             return False
-        self._strikes = _STRIKES - 1  # the next one is enough after its rest
+        self._strikes = _STRIKES - 1  # after the rest, one more strike is enough
         self.rests_until = asyncio.get_running_loop().time() + _REST_SECONDS
         return True
 

@@ -55,8 +55,8 @@ _openai = msgspec.json.Decoder(_OpenAIAnswer)
 
 
 class OpenAIReader(AnswerReader):
-    """Completions and chats. `wants_usage`: whether the client wants a stream's usage event, which the gateway always
-    asks for."""
+    """Reader of completions and chats. The gateway always requests a stream's usage event; `wants_usage` tells whether
+    the client wants it, too."""
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage

@@ -41,7 +41,7 @@ class RoutedTurn:
         return reader if self.session.history is None else SaidReader(reader)
 
 
-UNCOUNTED = "uncounted"  # trouble of a turn whose client is gone, or whose engine told no tokens
+UNCOUNTED = "uncounted"  # trouble of a turn whose client has left, or whose engine reported no tokens
 
 
 class End(StrEnum):
@@ -70,10 +70,10 @@ class Watcher:
         """The engine has not served the turn, which may be tried on another."""
 
     def ended(self, turn: RoutedTurn, usage: Usage | None, trouble: str) -> None:
-        """The turn is over. `usage`: None without a counted answer; `trouble` is the reason, in a word."""
+        """The turn is over. `usage`: None without a counted answer; `trouble` is then the reason, as one word."""
 
     def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
-        """A trajectory has ended, or a turn that is part of none. `trajectory`: None if nothing is known of it."""
+        """A trajectory has ended, or a turn without a trajectory. `trajectory`: None if nothing is known of it."""
 
 
 class Watchers(Watcher):

@@ -1,7 +1,7 @@
 """Engines that join and leave while the gateway runs, by the usual requests of routers.
 
-Invariant: only hosts that the owner allows may change the engines, and only engines on such hosts may join. By default
-that is this machine.
+Invariant: only hosts that the owner allows may change the engines, and only engines on such hosts may join. By default,
+only this machine is allowed.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
             requests=count + handed,
             finished=done,
             generated_tokens=tokens,
-            # An iteration in vain, of an engine that schedules ahead, may end after the last request.
+            # An engine that schedules ahead may end a useless iteration after the last request.
             busy_share=_share(min(engine.busy_ticks, makespan), makespan),
             paused_share=_share(engine.paused_ticks, makespan),
             kv_share=_share(engine.held_ticks, 2 * engine.config.kv_blocks * makespan),

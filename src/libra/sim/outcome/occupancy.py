@@ -171,7 +171,7 @@ class _Seen:
         row[1] += self.running * span
         row[2] += self.waiting * span
         row[3] += held_ticks
-        # If blocks came faster at first than at last, the estimate would exceed the blocks there are.
+        # If the engine takes blocks faster at first than later, the estimate would exceed the blocks of the engine.
         row[4] = max(row[4], self.held, min(held_ticks // span - self.held, engine.config.kv_blocks))
         self.filled += 1
 

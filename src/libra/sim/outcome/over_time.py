@@ -12,14 +12,15 @@ Means = NDArray[np.float64]
 def mean_present(begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None) -> Means:
     """Mean number of intervals present at a time, or their mean weight, between neighbouring `edges`, which rise."""
     passed = _since(begins, edges, weights) - _since(ends, edges, weights)
-    # Sums of many ticks as floats may miss zero by a trifle.
+    # A float sum of many ticks may be slightly below zero.
     return np.maximum(np.diff(passed) / np.diff(edges), 0.0)
 
 
 def mean_present_by(
     owners: Ticks, count: int, begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None
 ) -> Means:
-    """Like `mean_present` for each of `count` owners, [owner, stretch]. `owners` has the owner of each; -1: none."""
+    """Like `mean_present`, for each of `count` owners: [owner, interval between edges]. `owners` gives the owner of
+    each present interval; -1: none."""
     ordered = np.argsort(owners, kind="stable")
     firsts = np.searchsorted(owners[ordered], np.arange(count + 1))
     made = np.zeros((count, len(edges) - 1))

@@ -25,7 +25,7 @@ class TransferMetrics:
     broken: int  # aborted: nothing came
     bytes: int  # of transfers that came
     kept_share: (
-        float  # of prefill engines' blocks, mean over the makespan: of computed prompts, until they are transferred
+        float  # of prefill engines' blocks that keep computed prompts until their transfer, mean over the makespan
     )
     ttft: dict[str, Spread]  # by `PULLED_TTFT` or `PUSHED_TTFT`, which add up to it
     transfer_alone: Spread | None  # duration of a transfer with its links to itself
@@ -71,7 +71,7 @@ def finished_transfers(requests: RequestColumns, transfers: Transfers) -> Ticks:
     """Rows of transfers: the last one of each finished request whose KV arrived."""
     last = np.full(len(requests), -1)
     came = np.flatnonzero(transfers.came >= 0)
-    last[transfers.row[came]] = came  # of several the last remains
+    last[transfers.row[came]] = came  # the last of several transfers remains
     handed = last[requests.ended("finished")]
     return handed[handed >= 0]
 

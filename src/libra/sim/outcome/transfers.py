@@ -28,13 +28,13 @@ class Transfers:
     source: Ticks  # engine that computed the prompt
     target: Ticks  # engine that decoded
     blocks: Ticks  # that the source kept
-    computed: Ticks
-    reserved: Ticks  # blocks for it, on the target
+    computed: Ticks  # when the prompt was computed
+    reserved: Ticks  # when the target took blocks for it
     size: Ticks  # bytes to transfer
-    begun: Ticks  # the transfer
-    sent: Ticks  # the last byte; or it was aborted
-    came: Ticks
-    released: Ticks  # by the source
+    begun: Ticks  # when the transfer began
+    sent: Ticks  # when the last byte was sent, or when the transfer was aborted
+    came: Ticks  # when the KV arrived
+    released: Ticks  # when the source released it
     network: KVNetwork
     devices: tuple[int, ...]  # of each engine
 

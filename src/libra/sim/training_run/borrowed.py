@@ -1,4 +1,4 @@
-"""Devices that a simulated run borrows: the seam at which lending adds them and all activity on them."""
+"""Devices that a simulated run borrows: the interface through which lending adds them, and all activity on them."""
 
 from __future__ import annotations
 

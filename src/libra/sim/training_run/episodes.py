@@ -2,8 +2,8 @@
 from a log of real trajectories.
 
 Invariant: a group is the same for every simulated system: the engine and the time of its generation change neither its
-tokens nor its tools. Its start version may change them: that is drift. Every prompt occurs once in each pass over the
-data set, in an order that depends only on the seed and the pass.
+tokens nor its tools. The version at its start may change them: this is drift. Every prompt occurs once in each pass
+over the data set, in an order that depends only on the seed and the pass.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ class SimulatedStep:
     version: int  # the version that it made
     started: float  # seconds at which the trainer began with its batch, or with a part of it
     ended: float  # seconds at which the optimiser had made the version
-    waited: float  # seconds that the trainer was idle, since the step before: for complete groups, or another layout
+    waited: float  # seconds since the step before in which the trainer waited for groups or another layout
     training: float  # seconds
     trajectories: int
     generated_tokens: int
     final_context_tokens: int  # sum over trajectories: what is trained on
     longest_context: int
-    staleness: float  # versions, mean over trajectories, of the one that they started with to the one that trains
+    staleness: float  # versions from the start of a trajectory to its training, mean over trajectories
     worst_staleness: int
     training_devices: int
     generating_devices: int  # of own engines in service when the trainer began with the last of its batch

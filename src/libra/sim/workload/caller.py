@@ -1,8 +1,8 @@
 """The calls of a trajectory, and the owner of a request for engines and routers.
 
 Invariant: every turn that generates is one call, in order. A turn that generates nothing calls no engine, but its tool
-takes its time, and the tool's return is in the context of the next call. A caller describes its turn in its state at
-the last placement. It reports each tool return once. A stopped turn loses no token: it continues with its generated
+takes its time, and the tool's return is in the context of the next call. A caller describes its turn as of
+the last placement, and reports each tool return once. A stopped turn loses no token: it continues with its generated
 tokens as part of its prompt.
 """
 
@@ -33,7 +33,7 @@ def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SEC
     """All calls of a trajectory, without the tools after the last call.
 
     A tool without a recorded duration takes `unknown_tool_seconds`. Raises ValueError for a call without context,
-    because any context, which an engine refuses.
+    because an engine refuses such a request.
     """
     unknown = ticks(unknown_tool_seconds)
     made: list[Call] = []
@@ -154,8 +154,8 @@ class EpisodeCaller(Caller):
         return call
 
     def so_far(self, generated: int, *, left: float) -> Trajectory:
-        """The unfinished trajectory: its complete turns, and `generated` tokens of the present one. If the tool before
-        it returns in `left` seconds: all turns so far, and the last one's wait until now."""
+        """The unfinished trajectory: its complete turns, and `generated` tokens of the present turn. If the tool before
+        the present turn still needs `left` seconds: all turns so far, and the last turn's wait until now."""
         turns = self.trajectory.turns[: self.call.turn]
         if left > 0:
             before = self.calls[self.position - 1].turn if self.position else None

@@ -1,7 +1,7 @@
 """Distributions of lengths in tokens and of arrival times.
 
-Invariant: every length is a whole number from 1 to the distribution's limit. Arrivals are whole ticks that never fall,
-and the first `n` of them do not depend on how many are drawn.
+Invariant: every length is a whole number from 1 to the distribution's limit. Arrivals are whole ticks that never
+decrease, and the first `n` of them do not depend on how many are drawn.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class Replay:
     ends. Each is run as `samples_per_prompt` copies, which start together. Trajectories of one `prompt_id` share its
     tokens as far as the shorter prompt goes, unless `share_prompts` is off.
 
-    If the log's context is not the running sum, it was rewritten, and an engine keeps only the KV of the prompt; or,
-    with `rewrite_keeps` of "last prompt", of the whole prompt of the call before. A context shorter than that keeps
-    less: the prompt, or nothing.
+    If the log's context is not the running sum, it was rewritten. Then an engine keeps only the KV of the prompt; with
+    `rewrite_keeps` of "last prompt", it keeps the KV of the whole prompt of the preceding call. If the context is
+    shorter than this part, the engine keeps less: the prompt, or nothing.
 
     Raises ValueError for a repeated id, for copies of a prompt that has several samples in the log, and for a call
     without any context.
@@ -170,9 +170,10 @@ def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:
 def draw(
     log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True, replaced: bool = False
 ) -> tuple[Trajectory, ...]:
-    """Draw `count` trajectories from a log in random order, by the seed: without replacement until all were drawn, then
-    with it; with `replaced` all with it. A repeated one gets a new id. It is another sample of its prompt, or, with
-    `same_prompts` off, of a prompt of equal length. Raises ValueError if the log is empty."""
+    """Draw `count` trajectories from a log in random order, by the seed. They are drawn without replacement until all
+    were drawn, then with replacement; with `replaced`, always with replacement. A repeated trajectory gets a new id. It
+    is another sample of its prompt or, with `same_prompts` off, of a prompt of equal length. Raises ValueError if the
+    log is empty."""
     if not log:
         raise ValueError("there is no finished trajectory to draw from; give a log with at least one")
     if count < 1:

@@ -1,7 +1,8 @@
 """Requests on disk: Libra's JSON lines, the CSV of Azure's public traces of LLM serving, and other logs.
 
 Invariant: a file is read completely or refused with one line that names the file, the line and the field; nothing in it
-is repaired. Arrivals never fall from line to line, and every request has at least one prompt token and one to generate.
+is repaired. Arrivals never decrease from line to line, and every request has at least one prompt token and one to
+generate.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def repeated(records: Sequence[RecordedRequest], times: int) -> tuple[RecordedRe
 
 def around(records: Sequence[RecordedRequest], begins: float) -> Iterator[Request]:
     """The requests, repeated endlessly, from this share of the record on, without cancellations. The gap between the
-    last one and the first is the record's mean gap."""
+    last request and the first is the record's mean gap."""
     first, last = records[0].arrival, records[-1].arrival
     lap = last - first + max(1, (last - first) // max(1, len(records) - 1))
     start = first + int(begins * lap)
