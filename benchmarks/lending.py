@@ -24,30 +24,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import command_line
+from benchmarks.evaluation.setting import shape_file
 from benchmarks.lending_engines import Engine, Mode, Phase, Setting, run
 from benchmarks.rows import Row, none, report
 from libra.lend.gate import Slo
 
 _MODES: tuple[Mode, ...] = ("alone", "no gate", "serve first", "gate")
 _USE = 0.8
+_MODELS = {"serving": "Qwen/Qwen3-8B", "rollout": "Qwen/Qwen3-4B"}
+# What the library's shapes do not say
 _QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-_SHAPES = {
-    "serving": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-    "rollout": {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    **{"architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000},
+    **{"torch_dtype": "bfloat16", "eos_token_id": 151645},
 }
 
 Said = dict[str, dict[str, Any]]
@@ -96,9 +84,10 @@ def _hardware(cpu: bool) -> str | None:
 
 
 def _on_gpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]:
-    for name, shape in _SHAPES.items():
+    for name, model in _MODELS.items():
         (directory / name).mkdir()
-        (directory / name / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        shape = json.loads(shape_file(model).read_text(encoding="utf-8"))
+        (directory / name / "config.json").write_text(json.dumps({**shape, **_QWEN3}), encoding="utf-8")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     slo = Slo(ttft=0.5, tpot=0.05)
     return slo, Setting(
@@ -122,7 +111,7 @@ def _on_cpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]
     from libra.config.run import ModelConfig
 
     os.environ.update(WORKER_ENVIRONMENT)
-    for name in _SHAPES:
+    for name in _MODELS:
         shape = ModelConfig(hidden_size=128, layers=3, heads=4, kv_heads=2, head_dim=32)
         write_tiny_model(directory / name, shape, "".join(map(chr, range(33, 127))), 512)
     slo = Slo(ttft=0.5, tpot=0.1)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from libra.sim.clock import seconds
 from libra.sim.cluster import SimCluster
 from libra.sim.of_plan import teach
 from libra.sim.planned_engines import planned_engines
-from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.workload.distributions import Constant, LogNormal, LongTail, Uniform
 from libra.sim.workload.generated import Agent, Tool, agent_trajectories
 from libra.trajectory import Trajectory, read_trajectories, truncate
@@ -54,16 +54,13 @@ LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
 
 _ETHERNET = (12.5e9, 25e9, 50e9)  # bytes/s of a node
 MODELS = (
-    "Qwen/Qwen3-4B",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-14B",
-    "Qwen/Qwen3-32B",
-    "Qwen/Qwen3-30B-A3B",
+    *(f"Qwen/Qwen3-{size}" for size in ("4B", "8B", "14B", "32B", "30B-A3B")),
     "meta-llama/Llama-3.1-8B",
 )
 GPU_KINDS = ("A800", "H800", "H100", "H200")
 SAMPLES = (4, 8, 16)  # of one prompt
 
+Agents = list[tuple[float, Agent]]  # with the share of prompts that each has
 Make = Callable[[int, int, int], tuple[Trajectory, ...]]  # (prompts, seed, samples of each) -> trajectories
 
 
@@ -94,17 +91,11 @@ def make_case(
     """Cluster, model and recipe are drawn from the seed, and so are the family's parameters; staleness is not."""
     draw = random.Random(f"{family} {seed}")
     model = load_model(draw.choice(MODELS))
-    max_length = draw.choice((8192, 16384, 32768))
-    samples_per_prompt = draw.choice(samples)
-    batch = samples_per_prompt * draw.choice((16, 32, 64))
-    recipe = Recipe(
-        batch=batch,
-        samples_per_prompt=samples_per_prompt,
-        max_length=max_length,
-        mode="async" if staleness else "sync",
-        staleness=staleness,
-        max_buckets=draw.choice((1, 2, 4)),
-    )
+    max_length, samples_per_prompt = draw.choice((8192, 16384, 32768)), draw.choice(samples)
+    sizes = {"batch": samples_per_prompt * draw.choice((16, 32, 64)), "samples_per_prompt": samples_per_prompt}
+    buckets, mode = draw.choice((1, 2, 4)), "async" if staleness else "sync"
+    asked = {**sizes, "max_length": max_length, "mode": mode, "staleness": staleness, "max_buckets": buckets}
+    recipe = Recipe.model_validate(asked)
     kinds = draw.sample(gpus, draw.choice((1, 1, 2)))
     nodes = tuple(
         NodeClass(gpu.lower(), draw.choice((2, 4, 6, 8)), 8, GPUS[gpu], GPUS[gpu].link, draw.choice(_ETHERNET))
@@ -154,7 +145,7 @@ def _some(profile: EngineProfile, draw: random.Random) -> EngineProfile:
     return replace(profile, engines=tuple(g for g in profile.engines if g is largest or draw.random() < 0.7))
 
 
-def _mixed(agents: list[tuple[float, Agent]], prompts: int, seed: int, samples: int) -> tuple[Trajectory, ...]:
+def _mixed(agents: Agents, prompts: int, seed: int, samples: int) -> tuple[Trajectory, ...]:
     """Prompts divided among several agents by their shares, in random order."""
     draw = random.Random(seed)
     counts = [0] * len(agents)
@@ -177,98 +168,67 @@ def _log(draw: random.Random, low: float, high: float) -> float:
 _NO_TOOL = Tool("none", 1.0, Constant(1), 1.0, 0.0)
 
 
-def _agents_geometric(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
+def _geometric(draw: random.Random, longest: int) -> Agents:
     """Log-normal turns and tools, a geometric number of them."""
     turns = _log(draw, 2, 16)
     room = longest / turns
-    tool = Tool(
-        "shell", 1.0, LogNormal(room * _log(draw, 0.05, 0.3), 0.8, longest), _log(draw, 0.3, 10), draw.uniform(0.2, 1.0)
-    )
-    agent = Agent(
-        LogNormal(_log(draw, 200, 2000), 0.4, longest // 4),
-        LogNormal(room * _log(draw, 0.05, 0.3), draw.uniform(0.3, 0.9), longest),
-        turns,
-        (tool,),
-        longest,
-    )
-    return [(1.0, agent)]
+    returned = LogNormal(room * _log(draw, 0.05, 0.3), 0.8, longest)
+    tool = Tool("shell", 1.0, returned, _log(draw, 0.3, 10), draw.uniform(0.2, 1.0))
+    prompt = LogNormal(_log(draw, 200, 2000), 0.4, longest // 4)
+    turn = LogNormal(room * _log(draw, 0.05, 0.3), draw.uniform(0.3, 0.9), longest)
+    return [(1.0, Agent(prompt, turn, turns, (tool,), longest))]
 
 
-def _reasoning(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
+def _reasoning(draw: random.Random, longest: int) -> Agents:
     """One log-normal answer."""
-    agent = Agent(
-        LogNormal(_log(draw, 80, 600), 0.5, longest // 4),
-        LogNormal(longest * _log(draw, 0.08, 0.35), draw.uniform(0.4, 1.1), longest),
-        1.0,
-        (_NO_TOOL,),
-        longest,
-    )
-    return [(1.0, agent)]
+    prompt = LogNormal(_log(draw, 80, 600), 0.5, longest // 4)
+    answer = LogNormal(longest * _log(draw, 0.08, 0.35), draw.uniform(0.4, 1.1), longest)
+    return [(1.0, Agent(prompt, answer, 1.0, (_NO_TOOL,), longest))]
 
 
-def _search(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
+def _search(draw: random.Random, longest: int) -> Agents:
     """Few turns, long returns, slow tools."""
     turns = _log(draw, 3, 8)
     room = longest / turns
     tool = Tool("search", 1.0, LogNormal(room * _log(draw, 0.2, 0.6), 0.5, longest), _log(draw, 1, 6), 0.5)
-    agent = Agent(
-        LogNormal(_log(draw, 100, 500), 0.3, longest // 4),
-        LogNormal(room * _log(draw, 0.03, 0.15), 0.6, longest),
-        turns,
-        (tool,),
-        longest,
-    )
-    return [(1.0, agent)]
+    prompt = LogNormal(_log(draw, 100, 500), 0.3, longest // 4)
+    return [(1.0, Agent(prompt, LogNormal(room * _log(draw, 0.03, 0.15), 0.6, longest), turns, (tool,), longest))]
 
 
-def _proof(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
+def _proof(draw: random.Random, longest: int) -> Agents:
     """One answer with a Pareto tail."""
-    tail = LongTail(
-        longest * _log(draw, 0.06, 0.25),
-        draw.uniform(0.3, 0.6),
-        draw.uniform(0.02, 0.1),
-        longest * 0.4,
-        draw.uniform(1.5, 2.5),
-        longest,
-    )
-    return [(1.0, Agent(Uniform(100, 700), tail, 1.0, (_NO_TOOL,), longest))]
+    median, sigma, share = longest * _log(draw, 0.06, 0.25), draw.uniform(0.3, 0.6), draw.uniform(0.02, 0.1)
+    answer = LongTail(median, sigma, share, longest * 0.4, draw.uniform(1.5, 2.5), longest)
+    return [(1.0, Agent(Uniform(100, 700), answer, 1.0, (_NO_TOOL,), longest))]
 
 
-def _terminal(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
+def _terminal(draw: random.Random, longest: int) -> Agents:
     """Uniform turns; two tools, one quick and one slow."""
     turns = _log(draw, 3, 12)
     room = longest / turns
     quick = Tool("read", 0.8, Uniform(20, max(40, int(room * 0.4))), _log(draw, 0.1, 1), 0.4)
     slow = Tool("test", 0.2, Uniform(20, max(40, int(room * 0.3))), _log(draw, 3, 20), 0.6)
-    agent = Agent(
-        Uniform(300, 2000), Uniform(10, max(20, int(room * draw.uniform(0.1, 0.6)))), turns, (quick, slow), longest
-    )
-    return [(1.0, agent)]
+    turn = Uniform(10, max(20, int(room * draw.uniform(0.1, 0.6))))
+    return [(1.0, Agent(Uniform(300, 2000), turn, turns, (quick, slow), longest))]
 
 
-def _blend(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
+def _blend(draw: random.Random, longest: int) -> Agents:
     """Tasks of two kinds: short answers, and long agents with heavy-tailed turns."""
     short = Agent(Uniform(50, 400), Uniform(100, max(200, longest // 10)), 1.0, (_NO_TOOL,), longest)
     turns = _log(draw, 4, 12)
     room = longest / turns
     tool = Tool("python", 1.0, Uniform(20, max(40, int(room * 0.3))), _log(draw, 0.5, 5), 0.5)
-    turn = LongTail(room * 0.12, 0.5, 0.05, room * 0.4, 2.0, longest)
-    long = Agent(Uniform(200, 1500), turn, turns, (tool,), longest)
+    long = Agent(
+        Uniform(200, 1500), LongTail(room * 0.12, 0.5, 0.05, room * 0.4, 2.0, longest), turns, (tool,), longest
+    )
     share = draw.uniform(0.3, 0.7)
     return [(share, short), (1 - share, long)]
 
 
-FITTED = ("geometric", "reasoning", "search")
-TESTED = ("proof", "terminal", "blend")
-
-FAMILIES: dict[str, Callable[[random.Random, int], list[tuple[float, Agent]]]] = {
-    "geometric": _agents_geometric,
-    "reasoning": _reasoning,
-    "search": _search,
-    "proof": _proof,
-    "terminal": _terminal,
-    "blend": _blend,
-}
+FITTED, TESTED = ("geometric", "reasoning", "search"), ("proof", "terminal", "blend")
+FAMILIES: dict[str, Callable[[random.Random, int], Agents]] = dict(
+    zip((*FITTED, *TESTED), (_geometric, _reasoning, _search, _proof, _terminal, _blend), strict=True)
+)
 
 
 # Their plans
@@ -330,13 +290,15 @@ class CaseEpisodes:
 
     case: Case
     first: int = 0
-    samples_per_prompt: int = field(init=False)
-    max_context: int = field(init=False)
     _batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.samples_per_prompt = self.case.recipe.samples_per_prompt
-        self.max_context = self.case.recipe.max_length
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.case.recipe.samples_per_prompt
+
+    @property
+    def max_context(self) -> int:
+        return self.case.recipe.max_length
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
         batch, position = divmod(number, self.case.recipe.prompts)
@@ -353,8 +315,7 @@ class CaseEpisodes:
 def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> float:
     """Seconds until the last trajectory of the batch is finished; all begin at once, on empty engines that have their
     weights."""
-    limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
-    workload = Replay(batch)
+    workload, limits = Replay(batch), tuple(bucket.up_to for bucket in plan.allocation.buckets)
     cluster = SimCluster(planned_engines(plan), workload, Oracle({it.id: it for it in batch}), limits=limits)
     cluster.run()
     if workload.completed != len(batch):
@@ -375,14 +336,9 @@ def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: i
     system = System(case.recipe.router, plan, lambda: taught_router(case))
     ahead, usual = measured_steps(case.recipe.staleness)
     count = usual if measured is None else measured
-    steps = simulate_posttraining(system, episodes, ahead + count + ahead).steps[: ahead + count]
-    each = tuple(_seconds(steps, ahead))
-    return Steps(sum(each) / count, each, sum(step.training for step in steps[ahead:]) / count)
-
-
-def _seconds(steps: tuple[SimulatedStep, ...], ahead: int) -> Iterator[float]:
-    for before, step in zip(steps[ahead - 1 :], steps[ahead:], strict=False):
-        yield step.ended - before.ended
+    steps = simulate_posttraining(system, episodes, ahead + count + ahead).steps[ahead - 1 : ahead + count]
+    each = tuple(step.ended - before.ended for before, step in pairwise(steps))
+    return Steps(sum(each) / count, each, sum(step.training for step in steps[1:]) / count)
 
 
 # A cell of `step-price`

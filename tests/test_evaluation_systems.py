@@ -27,11 +27,9 @@ from benchmarks.evaluation.systems import (
     NAMES,
     ORACLE_BUCKETS,
     Parts,
-    homogeneous,
     made,
     oracle,
     ours,
-    published,
 )
 from benchmarks.evaluation.whole_runs import FINALISTS, choice_cell, choose, chosen, kept_ours, run, search, told
 from libra.choose.choice import choose_plan
@@ -307,9 +305,9 @@ def test_sizes_by_hand_are_those_of_prices_and_kv_moves_from_published_cmlfq_on(
     setting = replace(SMALL, groups=16)  # for which prices have two
     by_hand = ours(setting, Parts(most_buckets=1))
     assert by_hand.plan.simulated is None
-    assert sizes(by_hand) == sizes(homogeneous(setting)) == 1
+    assert sizes(by_hand) == sizes(MAKERS["homogeneous"](setting)) == 1
     assert sizes(ours(setting, Parts(most_buckets=4))) == 2
-    assert published(setting).request.recipe.max_buckets == 4
+    assert MAKERS["published"](setting).request.recipe.max_buckets == 4
     moves = [name for name, make in MAKERS.items() if name != "ours" and make(SMALL).move_kv]
     assert moves == ["published-cmlfq", "published"]
     assert by_hand.move_kv

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 
 from benchmarks.evaluation.setting import STEPS, Setting
 from libra.plan.allocation import Allocation, Bucket
@@ -45,25 +46,17 @@ def uniform_plan(request: ClusterRequest, menu: Menu, training: TrainingOption, 
     return answer(request, menu, solution(problem, allocation))
 
 
-def uniform_plans(request: ClusterRequest, devices: Sequence[int] | None = None) -> Iterator[Plan]:
-    """Plans for every shape of engine and each number of training GPUs: `devices`, or all whole halves of a node.
+def uniform_plans(request: ClusterRequest, devices: Sequence[int]) -> Iterator[Plan]:
+    """Plans for every shape of engine and each of these numbers of training GPUs.
 
     Where no layout uses exactly that number of GPUs, the largest smaller number that a layout uses is taken.
     """
-    menu = request.menu()
-    problem = menu.problem
-    total = sum(pool.devices for pool in problem.pools)
-    wanted = devices if devices is not None else range(4, total, 4)
-    options = {max((it for it in problem.training if it.devices <= most), key=_size, default=None) for most in wanted}
-    for training in sorted((it for it in options if it is not None), key=_size):
-        for shape in problem.shapes:
-            plan = uniform_plan(request, menu, training, shape)
-            if plan is not None:
-                yield plan
-
-
-def _size(option: TrainingOption) -> int:
-    return option.devices
+    menu, size = request.menu(), attrgetter("devices")
+    trained = menu.problem.training
+    options = {max((it for it in trained if it.devices <= most), key=size, default=None) for most in devices}
+    for training in sorted(filter(None, options), key=size):
+        plans = (uniform_plan(request, menu, training, shape) for shape in menu.problem.shapes)
+        yield from filter(None, plans)
 
 
 # colocated: all GPUs generate, then all train (verl). Free: tp.
@@ -194,8 +187,9 @@ def _plans(name: str, request: ClusterRequest) -> Sequence[Plan]:
     plans = list(uniform_plans(request, range(step, total, step)))
     if name != "greedy":
         return plans
-    smallest = min(_tp(plan) for plan in plans)
-    return [min((plan for plan in plans if _tp(plan) == smallest), key=_imbalance)]
+    smallest = min(map(_tp, plans))
+    least = [plan for plan in plans if _tp(plan) == smallest]
+    return [min(least, key=lambda plan: max(plan.predicted.training, plan.predicted.rollout))]
 
 
 def _training(plan: Plan) -> int:
@@ -205,7 +199,3 @@ def _training(plan: Plan) -> int:
 
 def _tp(plan: Plan) -> int:
     return max(group.devices for group in plan.placement if group.role == "generate")
-
-
-def _imbalance(plan: Plan) -> float:
-    return max(plan.predicted.training, plan.predicted.rollout)

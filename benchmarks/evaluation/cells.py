@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -46,27 +46,15 @@ class Cell:
 
     def __post_init__(self) -> None:
         if not self.function.__qualname__.isidentifier() or self.function.__module__ == "__main__":
-            raise ValueError(
-                f"cell {self.name}: function is {self.function_name}; give a top-level function of a module that can"
-                " be imported"
-            )
+            wanted = "give a top-level function of a module that can be imported"
+            raise ValueError(f"cell {self.name}: function is {self.function_name}; {wanted}")
         if json.loads(canonical(self.arguments, f"cell {self.name}: arguments")) != self.arguments:
-            raise ValueError(
-                f"cell {self.name}: arguments {self.arguments} change when written as JSON; give lists instead of"
-                " tuples, and strings as keys"
-            )
+            wanted = "give lists instead of tuples, and strings as keys"
+            raise ValueError(f"cell {self.name}: arguments {self.arguments} change when written as JSON; {wanted}")
 
     @property
     def function_name(self) -> str:
         return f"{self.function.__module__}:{self.function.__qualname__}"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The values that a cell returned, and the CPU seconds that it took."""
-
-    values: dict[str, Any]
-    cpu_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +81,30 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written") from None
-    keys = _keys(cells)
-    first = {key: cell for key, cell in reversed(list(zip(keys, cells, strict=True)))}
-    kept = {key: _find(folder, key) for key in dict.fromkeys(keys)}
-    stored = {key: it for key, it in kept.items() if it is not None}
-    missing = {key: first[key] for key in kept if key not in stored}
-    if progress and stored:
-        print(f"{len(stored)} of {len(kept)} cells are kept from before", file=sys.stderr, flush=True)
+    keys, first = _keys(cells), dict[str, Cell]()
+    for key, cell in zip(keys, cells, strict=True):
+        first.setdefault(key, cell)
+    found = {key: it for key, cell in first.items() if (it := _find(folder, key, cell)) is not None}
+    missing = {key: cell for key, cell in first.items() if key not in found}
+
+    def told(text: str) -> None:
+        if progress:
+            print(text, file=sys.stderr, flush=True)
+
+    if found:
+        told(f"{len(found)} of {len(first)} cells are kept from before")
     with closing(_computed(missing, processes)) as finished:
-        for key, computed in finished:
-            name = missing[key].name
-            if _keys([missing[key]]) != [key]:
+        for key, result in finished:
+            name = result.cell.name
+            if _keys([result.cell]) != [key]:
                 raise CellError(f"cell {name}: its code or an input changed while it ran, so it is not kept: run again")
-            _keep(folder, key, missing[key], computed)
-            stored[key] = computed
-            if progress:
-                print(
-                    f"{len(stored)}/{len(kept)}  {computed.cpu_seconds:8.2f} s CPU  {name}", file=sys.stderr, flush=True
-                )
-    return tuple(
-        Result(cell, stored[key].values, stored[key].cpu_seconds, key not in missing)
-        for key, cell in zip(keys, cells, strict=True)
-    )
+            _keep(folder, key, result)
+            found[key] = result
+            told(f"{len(found)}/{len(first)}  {result.cpu_seconds:8.2f} s CPU  {name}")
+    return tuple(replace(found[key], cell=cell) for key, cell in zip(keys, cells, strict=True))
 
 
-def call(cell: Cell) -> Stored:
+def call(cell: Cell) -> Result:
     """Run a cell in this process. Raises what its function does, and ValueError for no dict of JSON values."""
     began = time.process_time()
     values = cell.function(**cell.arguments)
@@ -125,10 +112,10 @@ def call(cell: Cell) -> Stored:
     if not isinstance(values, Mapping):
         raise ValueError(f"{cell.function_name} returned a {type(values).__name__}; return a dict of JSON values")
     # As it will be found later: tuples have become lists, numpy's floats Python's.
-    return Stored(json.loads(canonical(dict(values), f"{cell.function_name} returned")), took)
+    return Result(cell, json.loads(canonical(dict(values), f"{cell.function_name} returned")), took, found=False)
 
 
-def _computed(cells: Mapping[str, Cell], processes: int) -> Generator[tuple[str, Stored], None, None]:
+def _computed(cells: Mapping[str, Cell], processes: int) -> Generator[tuple[str, Result], None, None]:
     """Key and result of every cell, as they finish, those of most cost first. Few more start once one has failed."""
     failed: str | None = None
     # Spawned, so that a cell starts from the same state wherever it runs.
@@ -154,32 +141,27 @@ def _computed(cells: Mapping[str, Cell], processes: int) -> Generator[tuple[str,
 
 def _keys(cells: Sequence[Cell]) -> list[str]:
     """Keys of kept results: the call, digests of the files that it depends on, and versions of libraries."""
-    parts = {(it.function.__module__, it.inputs) for it in cells}
-    digests = {part: digest(*part) for part in parts}
-    return [
-        _sum([it.function_name, it.arguments, digests[it.function.__module__, it.inputs], versions()]) for it in cells
-    ]
+    digests = {part: digest(*part) for part in {(it.function.__module__, it.inputs) for it in cells}}
+    parts = ([it.function_name, it.arguments, digests[it.function.__module__, it.inputs], versions()] for it in cells)
+    return [hashlib.sha256(canonical(it, "a cell's key").encode()).hexdigest() for it in parts]
 
 
-def _find(folder: Path, key: str) -> Stored | None:
+def _find(folder: Path, key: str, cell: Cell) -> Result | None:
     """The result under a key. A file that is damaged counts as not there."""
     try:
         record = json.loads((folder / f"{key}.json").read_bytes())
-        return Stored(dict(record["values"]), float(record["cpu_seconds"]))
+        return Result(cell, dict(record["values"]), float(record["cpu_seconds"]), found=True)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def _keep(folder: Path, key: str, cell: Cell, result: Stored) -> None:
+def _keep(folder: Path, key: str, result: Result) -> None:
     """Written whole or not at all, with the call that it is the result of for who reads the file."""
+    cell, made = result.cell, {"values": result.values, "cpu_seconds": result.cpu_seconds}
     told = {"name": cell.name, "function": cell.function_name, "arguments": cell.arguments, "versions": versions()}
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as part:
-        part.write(json.dumps(told | asdict(result), indent=1) + "\n")
+        part.write(json.dumps(told | made, indent=1) + "\n")
     Path(part.name).replace(folder / f"{key}.json")
-
-
-def _sum(parts: Any) -> str:
-    return hashlib.sha256(canonical(parts, "a cell's key").encode()).hexdigest()
 
 
 def canonical(value: Any, what: str) -> str:

@@ -15,7 +15,7 @@ from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice, router
 from benchmarks.evaluation.oracle import Foreseeing, Foresight, Foretold, Oracle
 from benchmarks.evaluation.setting import Setting
-from libra import Effort, LengthTracker, Plan, Planner, choose_plan, simulated_gain
+from libra import Effort, Plan, Planner, choose_plan, simulated_gain
 from libra.cost.device import SwitchCost
 from libra.plan.decision import switch_cost
 from libra.plan.replanner import Rehearse, Replanner
@@ -27,31 +27,6 @@ PERIOD = 5  # steps between two decisions
 # limit on the clock, as `libra plan` has, the machine would decide.
 EFFORT = Effort(samples=3)
 ORACLE_BUCKETS = (4, 1)  # at most; an oracle knows which of them is better for a run
-
-
-# Libra as published, part by part
-
-
-def homogeneous(setting: Setting) -> System:
-    """The planner, with engines of one size, replanning; every change restarts what it touches."""
-    return _replanned(setting, "+ homogeneous planner", "least-loaded", _restarts(setting), max_buckets=1)
-
-
-def heterogeneous(setting: Setting) -> System:
-    """Buckets of engines of different sizes, and a length predictor that routes to them."""
-    return _replanned(setting, "+ heterogeneous tp", "length-predictor", _restarts(setting))
-
-
-def published_cmlfq(setting: Setting) -> System:
-    return _replanned(setting, "+ C-MLFQ", "cmlfq-published", _restarts(setting), move_kv=True)
-
-
-def published(setting: Setting) -> System:
-    """All parts of Libra as published, with role changes at the published seconds."""
-    return _replanned(setting, "Libra as published", "cmlfq-published", PUBLISHED_SWITCH, move_kv=True)
-
-
-# Ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +92,39 @@ def oracle(setting: Setting, most_buckets: int = ORACLE_BUCKETS[0]) -> tuple[Sys
     return replace(system, replan=lambda: Foreseeing(foresight, plan)), foretold
 
 
+def _replanned(
+    setting: Setting,
+    name: str,
+    route: str,
+    *,
+    switch: SwitchCost | None = None,
+    move_kv: bool = False,
+    **recipe: int,
+) -> System:
+    """Without a `switch` every change restarts what it touches."""
+    planner = setting.planner(**recipe)
+    plan, learned = planner.plan(setting.tracker(planner)), router(setting, route)
+    usual = switch or switch_cost(setting.planner().request(setting.tracker(planner)))
+    first = System(name, plan, learned, switch=usual, start_by_cache=True, move_kv=move_kv)
+    return replace(first, replan=partial(_replanning, setting, planner, first))
+
+
+def _replanning(setting: Setting, planner: Planner, first: System, rehearse: Rehearse | None = None) -> Replan:
+    tracker = setting.tracker(planner)
+    tracker.observe_running(())
+    replanner = Replanner(planner, first.plan, period=PERIOD, tracker=tracker, switch=first.switch, rehearse=rehearse)
+    return Replanning(replanner, PERIOD)
+
+
+# Libra as published, part by part: the planner, with engines of one size; buckets of engines of different sizes, and a
+# length predictor that routes to them; C-MLFQ; and all parts, with role changes at the published seconds.
 MAKERS: dict[str, Callable[[Setting], System]] = {
-    "homogeneous": homogeneous,
-    "heterogeneous": heterogeneous,
-    "published-cmlfq": published_cmlfq,
-    "published": published,
+    "homogeneous": partial(_replanned, name="+ homogeneous planner", route="least-loaded", max_buckets=1),
+    "heterogeneous": partial(_replanned, name="+ heterogeneous tp", route="length-predictor"),
+    "published-cmlfq": partial(_replanned, name="+ C-MLFQ", route="cmlfq-published", move_kv=True),
+    "published": partial(
+        _replanned, name="Libra as published", route="cmlfq-published", switch=PUBLISHED_SWITCH, move_kv=True
+    ),
     "ours": ours,
 }
 NAMES = (*baselines.NAMES, *MAKERS, "oracle")
@@ -137,35 +140,3 @@ def made(setting: Setting, name: str, choice: Choice | None = None) -> tuple[Sys
     if choice is not None:
         return baselines.system(setting, name, choice), setting.episodes
     return oracle(setting) if name == "oracle" else (MAKERS[name](setting), setting.episodes)
-
-
-def _replanned(
-    setting: Setting, name: str, route: str, switch: SwitchCost, *, move_kv: bool = False, **recipe: int
-) -> System:
-    planner = setting.planner(**recipe)
-    first = System(
-        name,
-        planner.plan(setting.tracker(planner)),
-        router(setting, route),
-        switch=switch,
-        start_by_cache=True,
-        move_kv=move_kv,
-    )
-    return replace(first, replan=partial(_replanning, setting, planner, first))
-
-
-def _replanning(setting: Setting, planner: Planner, first: System, rehearse: Rehearse | None = None) -> Replan:
-    tracker = _fresh(setting, planner)
-    replanner = Replanner(planner, first.plan, period=PERIOD, tracker=tracker, switch=first.switch, rehearse=rehearse)
-    return Replanning(replanner, PERIOD)
-
-
-def _fresh(setting: Setting, planner: Planner) -> LengthTracker:
-    tracker = setting.tracker(planner)
-    tracker.observe_running(())
-    return tracker
-
-
-def _restarts(setting: Setting) -> SwitchCost:
-    planner = setting.planner()
-    return switch_cost(planner.request(setting.tracker(planner)))

@@ -93,14 +93,13 @@ def run(
     where = Setting(**setting)
     if parts is not None and system != "ours":
         raise ValueError(f"system {system} has no parts; give them to ours")
+    if system == "oracle" and choice is None:
+        return _oracle(where)
     if system == "ours" and choice is None:
         what, episodes = kept_ours(where, parts), where.episodes
-    elif choice is None and system == "oracle":
-        return _oracle(where)
-    elif choice is None and system in baselines.NAMES:
-        what, episodes = made(where, system, chosen(where, system))
     else:
-        what, episodes = made(where, system, None if choice is None else Choice(**choice))
+        searched = chosen(where, system) if choice is None and system in baselines.NAMES else None
+        what, episodes = made(where, system, searched if choice is None else Choice(**choice))
     return told(what, simulate_posttraining(what, episodes, where.steps))
 
 
@@ -116,24 +115,17 @@ def _oracle(setting: Setting) -> dict[str, Any]:
 def told(system: System, outcome: SimulatedRun) -> dict[str, Any]:
     """JSON values of a run: the sums, the plan that it began with, and columns of the steps."""
     steps = outcome.steps
+    sums = ("throughput", "seconds", "trainer_share", "engine_share", "migrated_share", "interrupted")
+    columns = ("ended", "waited", "training", "staleness", "training_devices")
     return {
-        "throughput": outcome.throughput,
-        "seconds": outcome.seconds,
+        **{name: getattr(outcome, name) for name in sums},
         "generated": outcome.generated_tokens,
-        "trainer_share": outcome.trainer_share,
-        "engine_share": outcome.engine_share,
-        "migrated_share": outcome.migrated_share,
-        "interrupted": outcome.interrupted,
         "changes": len(outcome.changes),
         "worst_staleness": max(step.worst_staleness for step in steps),
         "plan": _words(system),
-        "ended": [step.ended for step in steps],
-        "waited": [step.waited for step in steps],
-        "training": [step.training for step in steps],
+        **{name: [getattr(step, name) for step in steps] for name in columns},
         "tokens": [step.generated_tokens for step in steps],
         "contexts": [step.final_context_tokens for step in steps],
-        "staleness": [step.staleness for step in steps],
-        "training_devices": [step.training_devices for step in steps],
     }
 
 

@@ -101,6 +101,10 @@ class VllmEngine:
         self._listen_for_preemptions()
 
     @property
+    def busy(self) -> bool:
+        return bool(self._under_way) or self.unfinished
+
+    @property
     def full(self) -> bool:
         """Whether the next step is scheduled only when the oldest under way has ended."""
         return len(self._under_way) == self._most_under_way

@@ -23,26 +23,18 @@ def calibrated(setting: Setting, directory: Path) -> list[Row]:
     on_gpu, file = setting.gpu is not None, directory / "calibration.json"
     command = [sys.executable, "-m", "libra.cli.app", "calibrate", "-o", str(file), "--json"]
     environment = {**os.environ, **setting.environment}
-    began = time.monotonic()
-    done = subprocess.run(
-        [*command, "--device", "cuda" if on_gpu else "cpu"], env=environment, capture_output=True, text=True
-    )
+    began, device = time.monotonic(), "cuda" if on_gpu else "cpu"
+    done = subprocess.run([*command, "--device", device], env=environment, capture_output=True, text=True)
     seconds = time.monotonic() - began
     if done.returncode != 0 or not file.is_file():
         raise RuntimeError(f"libra calibrate failed: {done.stderr.strip()}")
     found = json.loads(done.stdout)
-    linear = found["linear_flops"]["median"]
-    case = found["device"]
+    linear, case = found["linear_flops"]["median"], found["device"]
+    error = abs(linear / apart(product_flops, setting) - 1)
     return [
         at_most(case, "libra calibrate takes", seconds, "s", SECONDS if on_gpu else None),
         Row(case, f"linear layers in {found['dtype']}", linear / 1e12, "TFLOP/s"),
         Row(case, "a training step", found["training_flops"]["median"] / 1e12, "TFLOP/s"),
         Row(case, "memory", found["bandwidth"]["median"] / 1e9, "GB/s"),
-        at_most(
-            case,
-            "error for a product that it has not seen",
-            abs(linear / apart(product_flops, setting) - 1),
-            "",
-            _ERROR if on_gpu else None,
-        ),
+        at_most(case, "error for a product that it has not seen", error, "", _ERROR if on_gpu else None),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -145,8 +146,7 @@ def _weights(setting: Setting) -> list[Row]:
         buffer.pin()
     made = {"w": torch.ones(setting.buffer // 2, dtype=torch.bfloat16, device=device)}
 
-    def seconds(call: object) -> float:
-        assert callable(call)
+    def seconds(call: Callable[[], object]) -> float:
         found = []
         for _ in range(3):
             began = time.monotonic()

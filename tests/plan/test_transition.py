@@ -331,7 +331,11 @@ def test_a_transition_reads_as_text() -> None:
 CONFLICTS = [
     ("as planned", {"w0": TRAIN, "w1": engine("short")}, None),
     ("another worker is gone", {"w0": TRAIN}, "there is no worker w1"),
-    ("it does something else", {"w0": TRAIN, "w1": engine("middle")}, "w1 does rollout:middle, not rollout:short"),
+    (
+        "it does something else",
+        {"w0": TRAIN, "w1": engine("middle")},
+        "the duty of w1 is rollout:middle, not rollout:short",
+    ),
     ("one more is there", {"w0": TRAIN, "w1": engine("short"), "w2": TRAIN}, "do not lead to train 1 | long 1 <= 100"),
     ("one more is idle", {"w0": TRAIN, "w1": engine("short"), "w2": IDLE}, None),
 ]

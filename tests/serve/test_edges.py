@@ -276,9 +276,9 @@ async def test_other_machines_need_a_token(host: str) -> None:
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
     [
-        ("", 0o600, "no token"),
-        ("a b", 0o600, "no token"),
-        ("tökén", 0o600, "no token"),
+        ("", 0o600, "the content is not a token"),
+        ("a b", 0o600, "the content is not a token"),
+        ("tökén", 0o600, "the content is not a token"),
         ("abc\n", 0o644, "chmod 600"),
         ("a" * 5000, 0o600, "does not fit a header"),
     ],

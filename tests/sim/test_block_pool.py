@@ -250,6 +250,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = {id(block) for client in self.running for block in client.blocks}
         assert pool.free == len(free)
         assert pool.held == len(held) == pool.blocks - len(free)
+        assert pool.shared == sum(len(client.blocks) for client in self.running) - len(held)
         assert pool.findable == sum(block.key is not None for block in free)
         assert pool.blank == sum(block.key is None for block in free)
 

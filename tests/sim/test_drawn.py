@@ -20,6 +20,7 @@ from test_batching_equality import affine_costs, grid_costs, knee_costs, longest
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.variants import with_drafts
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import Draws, Speculative
@@ -42,6 +43,22 @@ def test_a_request_has_as_many_tokens_as_are_accepted_and_one() -> None:
     ]
     assert (run.requests[0].first_token, run.requests[0].finish, run.requests[0].generated) == (10, 50, 8)
     assert run.engine.pool.free == 16
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_others_find_what_was_known_when_the_last_ended_iteration_was_scheduled(exact: bool) -> None:
+    """As above; in blocks of one token. Its end makes the rest known, but for the last token, which has no KV."""
+    chain = _chain()
+    tokens: list[tuple[int, int]] = []
+    engine = SimEngine(replace(CONFIG, block_size=1, kv_blocks=64), TEN, exact=exact)
+    engine.submit(Request(0, 0, 8, 8, chain=chain), 0)
+    now = 0
+    while (end := engine.plan(now)) is not None:
+        tokens += [(tick, engine.cached_tokens(chain, tick)) for tick in range(now + 5, end, 10)]
+        now = end
+        engine.commit()
+    assert tokens == [(5, 8), (15, 8), (25, 9), (35, 10), (45, 13)]
+    assert engine.cached_tokens(chain, now) == 15
 
 
 def test_the_longest_context_has_no_room_for_the_last_draft() -> None:
@@ -71,11 +88,12 @@ def _on(chain: Any, request: Request) -> Request:
     return request
 
 
-@given(st.integers(0, 2**62), st.integers(0, 2**40), st.integers(0, 50), st.integers(1, 20))
+@given(st.integers(0, 2**62), st.integers(0, 2**40), st.integers(0, 50) | st.integers(0, 5000), st.integers(1, 20))
 def test_a_draw_depends_on_the_request_and_the_verification_alone(seed: int, request: int, first: int, n: int) -> None:
     speculative = Speculative("mtp", 3, (0.9, 0.5, 0.1), seed=seed)
     whole = Draws(speculative).gains(request, 0, first + n)
     assert np.array_equal(Draws(speculative).gains(request, first, n), whole[first:])
+    assert len(whole) == first + n
     assert ((whole >= 1) & (whole <= 4)).all()
 
 

@@ -24,6 +24,7 @@ from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.variants import with_drafts
 from libra.config.yaml_file import ConfigError
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request, Stop
 from libra.sim.engine.speculative import Speculative
@@ -72,6 +73,22 @@ def test_the_longest_context_limits_what_may_be_accepted() -> None:
         (40, ((0, 1),)),
     ]
     assert (run.requests[0].finish, run.requests[0].generated) == (50, 5)
+
+
+def test_who_is_not_in_the_iteration_under_way_has_what_it_had() -> None:
+    """Two prompts of a token fit into one iteration, but only one row with drafts: the second request waits for the end
+    of the first one, with the token that it generated with its prompt."""
+    config = replace(CONFIG, max_num_batched_tokens=3, speculative=replace(TWO, accepted=(0,)))
+    engine, requests = SimEngine(config, TEN), [Request(number, 0, 1, 4) for number in range(2)]
+    for request in requests:
+        engine.submit(request, 0)
+    now, generated = 0, list[list[int]]()
+    while (end := engine.plan(now)) is not None:
+        generated += [[engine.generated_by(request, tick) for request in requests] for tick in range(now + 5, end, 10)]
+        now = end
+        engine.commit()
+    assert generated == [[0, 0], [1, 1], [2, 1], [3, 1], [4, 1], [4, 2], [4, 3]]
+    assert [request.finish for request in requests] == [40, 70]
 
 
 def test_tokens_under_way_count_for_whoever_is_preempted() -> None:

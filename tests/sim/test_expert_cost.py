@@ -85,6 +85,14 @@ def test_balance_follows_the_load_of_the_window() -> None:
     assert cost.fullest(at) == pytest.approx(float(rank_shares(window, placement, 4).max(axis=1).mean()) * 4)
 
 
+def test_the_first_window_begins_with_the_first_iteration() -> None:
+    """The first move comes before the second iteration, and the load changes with every iteration."""
+    cost = ExpertCost(GRID, CONFIG, load(phase=1), replace(BALANCING, step_interval=4))
+    placement = rebalanced(power_law(16, 2, 1.2, 3, seed=0), initial_placement(16, 20, 3), 4)
+    now = rank_shares(power_law(16, 2, 1.2, 3, seed=1), placement, 4)
+    assert cost.fullest(1) == pytest.approx(float(now.max(axis=1).mean()) * 4)
+
+
 def test_a_drafter_with_experts_passes_them_too() -> None:
     """Of one layer: all tokens once, and then one of each request, as many as on the rank with most."""
     config = replace(CONFIG, speculative=DRAFTS)

@@ -20,6 +20,7 @@ from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.variants import with_groups
 from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.config import DECODE, EngineConfig, EngineSpec
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.request import Chain, Request
@@ -92,6 +93,36 @@ def test_states_are_kept_where_prompts_are_cut() -> None:
     assert [it.scheduled for it in run.iterations] == [((0, 28),), ((0, 2),), ((0, 1),)]
     again = lambda: [Request(0, 0, 30, 1, chain=chain), Request(1, 100, 31, 1, chain=Chain("b", chain, 30))]  # noqa: E731
     assert simulate(config, TEN, again).requests[1].cached_tokens == 28
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_prompt_without_a_hit_is_cut_before_its_last_block_alone(size: int) -> None:
+    groups = (KVGroup("full", size), KVGroup("state", size))
+    config = replace(CONFIG, block_size=size, kv_blocks=80, kv_groups=groups)
+    run = simulate(config, TEN, lambda: [Request(0, 0, 5 * size, 1)])
+    assert [it.scheduled for it in run.iterations] == [((0, 4 * size),), ((0, size),)]
+
+
+@pytest.mark.parametrize(("prompt", "chunks"), [(21, [6, 2, 6, 2, 5]), (20, [6, 2, 6, 2, 4]), (12, [6, 2, 4])])
+def test_blocks_too_wide_for_one_chunk_are_cut_and_end_with_a_chunk(prompt: int, chunks: list[int]) -> None:
+    """Each whole block but that of the last token takes two chunks, since an iteration has 6 tokens."""
+    groups = (KVGroup("full", 8), KVGroup("state", 8))
+    config = replace(CONFIG, block_size=8, max_num_batched_tokens=6, kv_groups=groups)
+    run = simulate(config, TEN, lambda: [Request(0, 0, prompt, 1)])
+    assert [it.scheduled for it in run.iterations] == [((0, tokens),) for tokens in chunks]
+
+
+def test_a_chunk_that_was_scheduled_is_found_even_if_its_request_was_preempted_before() -> None:
+    """vLLM lets others find blocks when it schedules their tokens, not when these are computed. That holds for the last
+    chunk of a prompt, and for no token generated after it: the third block is not known."""
+    chain = Chain("a")
+    request, pool = Request(0, 0, 8, 9, chain=chain), SimEngine(CONFIG, TEN).pool
+    request.path, request.target = pool.path(chain), 8
+    pool.admit(request, 0)
+    for tokens in (4, 8, 12):
+        pool.extend(request, tokens, blocks=2)
+    pool.let_go(request, 12, known=4)
+    assert pool.find(request.path, 9) == (2, 4)  # of each group two, without a holder
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,10 @@ def test_the_device_passes_on_between_steps_and_the_schedule_is_the_same(
     taken = 0
     while engine.busy:
         borrower.wish(0.001 if len(steps) % 2 else 0.0)
-        if engine.unfinished and engine.schedule():
-            continue
+        if engine.unfinished:
+            engine.schedule()
+            if not engine.full:
+                continue
         step = engine.end_oldest(0)
         if step.scheduled:
             steps.append(step)
@@ -118,8 +120,11 @@ def test_without_the_lenders_word_steps_say_nothing_and_then_no_more_than_is_tru
     step()
     assert borrower.look().view.due == -math.inf
     while engine.busy:
-        if not (engine.unfinished and engine.schedule()):
-            engine.end_oldest(0)
+        if engine.unfinished:
+            engine.schedule()
+            if not engine.full:
+                continue
+        engine.end_oldest(0)
     assert (borrower.look().view.live, borrower.look().view.came) == (0, 4)
     borrower.close()
     lender.close()

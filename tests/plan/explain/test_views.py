@@ -92,7 +92,7 @@ def with_idle_pool(engine: EngineOption | None) -> Problem:
 
 CASES: list[tuple[str, EngineOption | None, str]] = [
     ("no engine", None, "no engine there: the weights do not fit"),
-    ("others suffice", replace(OTHER, residence=(10.0, 10.0)), "others suffice"),
+    ("not needed", replace(OTHER, residence=(10.0, 10.0)), "not needed: they would not shorten the step"),
     ("tools take too long", replace(OTHER, residence=(20.0, 20.0)), "takes 20.00 s even by itself"),
     ("new weights take too long", replace(OTHER, stall=7.6), "loading new weights takes 7.60 s"),
     ("short of memory", replace(OTHER, holds=10), "engines there hold 10 tokens at most"),
@@ -125,7 +125,7 @@ def test_where_nothing_idles_there_is_nothing_to_say() -> None:
             "1 through the rollout: not needed: they would not shorten the step",
         ),
         ("two train nothing", 4, 2, 2, "2 through training: t takes 2"),
-        ("both", 3, 2, 2, "1 through the rollout: others suffice.*; 2 through training: t takes 2"),
+        ("both", 3, 2, 2, "1 through the rollout: not needed: .*; 2 through training: t takes 2"),
     ],
 )
 def test_devices_of_a_colocated_plan_idle_in_either_phase(engines: int, replicas: int, idle: int, reason: str) -> None:

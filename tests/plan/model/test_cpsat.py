@@ -123,7 +123,7 @@ def test_a_search_that_is_cut_short_vouches_only_for_what_it_proved(problem: Pro
     try:
         plan = solve(problem, deterministic_limit=limit)
     except RuntimeError as error:
-        assert "raise it" in str(error)
+        assert "raise the limit" in str(error)
         return
     best = min(answer.step for answer in answers(problem))
     assert plan.proof.bound <= optimum(problem) * (1 + 1e-9)
@@ -165,5 +165,5 @@ def test_a_question_without_an_answer_proves_nothing(problem: Problem, answered:
 
 
 def test_a_search_without_time_for_any_plan_names_the_limit() -> None:
-    with pytest.raises(RuntimeError, match="deterministic_limit; raise it"):
+    with pytest.raises(RuntimeError, match="deterministic_limit: raise the limit"):
         solve(CROWDED, deterministic_limit=0.0)

@@ -307,13 +307,10 @@ class BlockPool:
                 run = runs[index]
                 mine = copies and [it for it in copies if it.owner is owner and run.low <= it.low < run.high]
                 if mine and mine[0] is not run:
-                    for copy in reversed(mine):  # the other copy of each has other holders
-                        copy.holders -= 1
-                        if copy.holders:
-                            self.shared -= 1
-                        else:
-                            self.findable += 1
-                            free[copy] = None
+                    for copy in reversed(mine):  # others hold the copy that they find, never this one
+                        copy.holders = 0
+                        self.findable += 1
+                        free[copy] = None
                     continue
                 run.holders -= 1
                 if run.holders:

@@ -227,9 +227,8 @@ class GroupPool(BlockPool):
                 end = aligned
         holding = self._held.get(request)
         longest = self._longest if holding is None else holding.longest
+        # vLLM also stops a chunk that begins inside a block at that block's end: it is the aligned end, or this stop.
         stops = [(context - 1) // size * size]
-        if computed % size:
-            stops.append((computed // size + 1) * size)
         if computed < longest < end:
             stops.append(computed + (longest - computed) // size * size)
         return max(min((stop for stop in stops if computed < stop < end), default=end) - computed, 0)
