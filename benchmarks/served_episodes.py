@@ -33,6 +33,8 @@ from libra.environments.calculator import Calculator
 from libra.environments.protocol import Prompt
 from libra.environments.registry import load_environment
 from libra.environments.served import Seat, ServedEnvironment
+from libra.live.pace import Pace
+from libra.live.work import LiveWork
 from libra.loop.episode import EpisodeMaker, EpisodeRequest
 from libra.loop.episode_server import EpisodeServer
 from libra.loop.fleet import ServingEngine, ServingFleet
@@ -54,10 +56,11 @@ _TEMPLATE = "{% for m in messages %}{{ m.content }}{% if not m.content.endswith(
 class _ReadyEngine:
     """Answers at once."""
 
-    name, version, load_tokens = "e", 0, 0
+    name, version = "e", 0
     lent, away, recall_rate = False, "", 0.0
 
     def __init__(self, codec: TokenizerCodec) -> None:
+        self.work = LiveWork(Pace())
         self._call, self._answer, [self._returned] = (codec.encode(text) for text in (">1+2;", "A7;", "="))
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:

@@ -95,6 +95,14 @@ def test_states_are_kept_where_prompts_are_cut() -> None:
     assert simulate(config, TEN, again).requests[1].cached_tokens == 28
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_prompt_without_a_hit_is_cut_before_its_last_block_alone(size: int) -> None:
+    groups = (KVGroup("full", size), KVGroup("state", size))
+    config = replace(CONFIG, block_size=size, kv_blocks=80, kv_groups=groups)
+    run = simulate(config, TEN, lambda: [Request(0, 0, 5 * size, 1)])
+    assert [it.scheduled for it in run.iterations] == [((0, 4 * size),), ((0, size),)]
+
+
 @pytest.mark.parametrize(("prompt", "chunks"), [(21, [6, 2, 6, 2, 5]), (20, [6, 2, 6, 2, 4]), (12, [6, 2, 4])])
 def test_blocks_too_wide_for_one_chunk_are_cut_and_end_with_a_chunk(prompt: int, chunks: list[int]) -> None:
     """Each whole block but that of the last token takes two chunks, since an iteration has 6 tokens."""

@@ -1,5 +1,5 @@
-"""Admission of waiting requests, in the order of the queue, while budget, `max_num_seqs` and blocks last. Also lookup
-of the cached part of a context, and adoption of KV from other engines.
+"""Admission of waiting requests, in the order of the queue, as long as budget, `max_num_seqs` and blocks suffice. Also
+lookup of the cached part of a context, and adoption of KV from other engines.
 
 Invariant: the first request that does not fit ends admission; nothing overtakes it. Incoming KV never evicts held
 blocks.
@@ -36,7 +36,7 @@ def admit(
     state.wanted = 0
     if tiers is not None:
         tiers.begin()
-    first: Request | None = None  # its transfer has ended, but it does not run yet: ahead of the queue
+    first: Request | None = None  # its transfer has ended, but it does not run yet: it precedes the queue
     if state.ready:
         budget, contexts, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
     while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
@@ -62,8 +62,9 @@ def admit(
         if first is None or state.arriving[first] == "to compute":
             room = _room(state, request, budget, pads_from)
         if room is None:
-            # It will not fit while free blocks only decrease, unless other prompts took budget, another request writes
-            # its context, or only its first chunk counts, which needs more blocks the more is found.
+            # The request will not fit while free blocks only decrease. There are three exceptions: other prompts took
+            # budget, another request writes its context, or only its first chunk counts, which needs more blocks with
+            # each block that is found.
             padded = pads_from is not None and _may_be_padded(state, request, budget)
             state.blocked = not chunks and not padded and _stays(state, request)
             stuck = first is None or state.arriving[first] == "written"
@@ -137,8 +138,9 @@ def refusal(request: Request, config: EngineConfig) -> str:
 
 
 def _stays(state: EngineState, request: Request) -> bool:
-    """Whether a request that does not fit stays so until another request frees all its blocks. With tiers, fewer blocks
-    may be found then, and more may be loaded instead of computed, or be in transfer already."""
+    """Whether a request that does not fit now will not fit until another request frees all its blocks. With tiers it
+    may fit earlier: the engine may then find fewer blocks of its context, load more of them, or have more in
+    transfer."""
     if not state.config.reserve_full_prompt or state.config.slides or state.is_written(request):
         return False
     tiers = state.tiers
@@ -146,19 +148,19 @@ def _stays(state: EngineState, request: Request) -> bool:
 
 
 def _may_find_more(state: EngineState, tiers: Tiers) -> bool:
-    """Whether more of a waiting context may be found later, although no request ends and no block is reused."""
+    """Whether the engine may find more of a waiting context later, although no request ends and no block is reused."""
     return any(state.is_written(request) for request, _ in tiers.watched)
 
 
 def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:
-    """Whether the budget, or the blocks for placeholder drafts, may be why a request does not fit."""
+    """Whether a request may not fit because of the budget, or because of the blocks for placeholder drafts."""
     config, tokens = state.config, request.prompt_tokens + request.generated
     return budget < config.tokens_each or (state.pool.caching and (tokens - 1) % config.block_size == 0)
 
 
 def _room(state: EngineState, request: Request, budget: int, pads_from: int | None) -> tuple[int, int, int, int] | None:
     """(blocks found, tokens to compute now, placeholder drafts, blocks to take for both) of a request that can be
-    admitted; None: it cannot."""
+    admitted; None if it cannot."""
     config, pool = state.config, state.pool
     size = config.block_size
     tokens = request.prompt_tokens + request.generated
@@ -220,7 +222,7 @@ def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int)
 
 
 def cached_blocks(state: EngineState, context: Chain | Request, now: int) -> int:
-    """Blocks from the beginning of a context that can be found: for a request, those that it need not compute if
+    """Blocks from the beginning of a context that can be found. For a request, blocks that it need not compute if it is
     admitted."""
     pool = state.pool
     if not pool.caching:

@@ -3,10 +3,11 @@
 Invariant: the group's lines are `alike_makespan` of the layers with experts, for any part of the slowest attention
 rank. Attention ranks are a data-parallel group; FFN ranks serve all of them and schedule nothing.
 
-An FFN rank starts a micro-batch of a layer when it has it from all its attention ranks. These wait for each other at
-every layer, so the slowest attention rank is the stage. Micro-batches are assumed equal, each with its share of a
-rank's tokens: vLLM divides a batch by tokens, prompts included. An empty one is padded to one token per rank. Layers
-without experts, and the output head, run before and after; their attention takes as long as that of the others.
+An FFN rank starts a micro-batch of a layer when it has it from all its attention ranks. Attention ranks wait for
+each other at every layer, so the slowest attention rank is the stage. Micro-batches are assumed equal, each with its
+share of a rank's tokens: vLLM divides a batch by tokens, prompts included. An empty micro-batch is padded to one token
+per rank. Layers without experts, and the output head, run before and after; their attention takes as long as in other
+layers.
 """
 
 from __future__ import annotations

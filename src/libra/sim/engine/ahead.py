@@ -1,7 +1,7 @@
-"""Asynchronous scheduling: an iteration is scheduled when the one before it begins, before that one's tokens are known.
+"""Asynchronous scheduling: an iteration is scheduled when the previous one begins, so the previous tokens are unknown.
 
-Invariant: a token in flight counts as generated for a request that continues; a request that ends with it keeps its
-place and its blocks until the token is known. So every event takes effect one boundary later than with synchronous
+Invariant: a token in flight counts as generated for a request that continues; a request that ends with this token keeps
+its place and its blocks until the token is known. So every event takes effect one boundary later than with synchronous
 scheduling. The rules are those of vLLM's `AsyncScheduler`.
 """
 
@@ -26,8 +26,8 @@ from libra.sim.engine.state import EngineState
 
 
 def plan_ahead(state: EngineState, now: int) -> bool:
-    """Schedule the iteration after the one that begins now; with none in flight, schedule that one first. Returns False
-    if nothing fits."""
+    """Schedule the iteration after the one that begins now; if no iteration is in flight, first schedule the one that
+    begins now. Returns False if nothing fits."""
     if state.under_way is None:
         if not schedule(state, now, 0):
             return False
@@ -111,7 +111,7 @@ def _land(state: EngineState, last: list[Request], stopped: Collection[Request])
     flight.finishing = []
     for request in ending:
         request.flight = -1
-        state.blocked = False  # it leaves budget to others
+        state.blocked = False  # it leaves budget to other requests
     if generation.asks:
         for request in generation.reached():
             assert request.ask_at is not None

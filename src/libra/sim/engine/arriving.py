@@ -1,5 +1,5 @@
-"""Requests that hold blocks without running: KV of their contexts is pulled from another engine or loaded from a tier,
-or is kept for an engine that pulls it.
+"""Requests that hold blocks without running. The KV of their contexts is pulled from another engine, loaded from a
+tier, or kept for an engine that pulls it.
 
 Invariant: a waiting request that holds blocks precedes all others, and is never preempted. The end of a transfer is
 seen at the end of the current iteration, like an arrival. The rules are those of vLLM's NIXL connector in pull mode,
@@ -20,7 +20,7 @@ Answer = Literal["nothing", "later", "no room", "never room", "begun"]  # of a l
 
 
 def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
-    """Like `BlockPool.find`, without a last block that has to be computed again for the drafter."""
+    """Like `BlockPool.find`, but without a last block that the engine has to compute again for the drafter."""
     found, unheld = state.pool.find(path, most)
     if found and state.config.recomputes_block:
         found, unheld = state.pool.find(path, found - 1)
@@ -29,7 +29,7 @@ def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
 
 def pads(config: EngineConfig, tokens: int) -> bool:
     """Whether a request that computes only its last token is padded with placeholder drafts: `max_model_len` has room
-    for these and the token after them."""
+    for the drafts and the token after them."""
     return tokens + config.tokens_each <= config.max_model_len
 
 

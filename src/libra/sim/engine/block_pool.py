@@ -1,4 +1,4 @@
-"""The KV blocks of one engine: held blocks, findable blocks, and their order of reuse.
+"""The KV blocks of one engine: held blocks, findable blocks, and the order in which free blocks are reused.
 
 Invariant: blocks differ only by what the engine could know: their tokens, their holders, and the time of their release.
 A block of known tokens without a holder stays findable until it is the least recently released. The findable part of a
@@ -16,7 +16,7 @@ from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Chain, Owner, Path, Request
 
-_END = 1 << 62  # of a context: it has none
+_END = 1 << 62  # end of a context without an end
 
 
 class BlockPool:
@@ -144,7 +144,7 @@ class BlockPool:
             for index, run in enumerate(runs):
                 if run.low >= end:
                     break
-                if run.high > end:  # the rest stays as it is
+                if run.high > end:  # the rest of the run does not change
                     if run.holders:
                         self.shared += end - run.low
                     else:
@@ -205,8 +205,8 @@ class BlockPool:
         return self.reads.given_before(self._free, self.blank, found, most)
 
     def write(self, request: Request, full: int, *, again: bool = False) -> None:
-        """Let others find the first `full` blocks of a request, which are now full of its tokens. With `again` some of
-        them were findable already, and were computed anew instead of held."""
+        """Let others find the first `full` blocks of a request, which are now full of its tokens. With `again`, some of
+        the blocks were findable already, and the request computed them again instead of holding them."""
         written, request.written = request.written, full
         own_copy = request in self.copies.own
         for owner, start, end in request.path:
@@ -237,7 +237,8 @@ class BlockPool:
                 )
 
     def write_arrived(self, request: Request, full: int) -> None:
-        """Like `write`, for blocks whose tokens arrived from elsewhere: meanwhile others may have written them, too."""
+        """Like `write`, for blocks whose tokens arrived from elsewhere. Other requests may have written them
+        meanwhile."""
         for owner, start, end in request.path:
             begin, end = max(start, request.written), min(end, full)
             if begin >= end:
@@ -259,10 +260,10 @@ class BlockPool:
             runs.append(Run(owner, known, end, 1))
 
     def adopt(self, path: Path, blocks: int) -> int:
-        """Take in the first `blocks` blocks of a context from elsewhere, as if a request had computed the missing ones
-        and ended. The others also count as just released, since they must outlive their continuation. Returns the
-        number now present: fewer than `blocks` if too few were free. No request may be about to write the missing
-        ones."""
+        """Take in the first `blocks` blocks of a context from elsewhere, as if a request had computed the missing
+        blocks and ended. The other blocks also count as just released, since they must outlive their continuation.
+        Returns the number of blocks now present: fewer than `blocks` if too few were free. No request may be about to
+        write the missing blocks."""
         found, _ = self.find(path, blocks)
         self.hold(path, found)
         here = found + min(blocks - found, self.free)
@@ -290,8 +291,8 @@ class BlockPool:
         self._let_go(request.path, request.written, self.copies.own.pop(request, ()))
 
     def _let_go(self, path: Path, blocks: int, copies: Sequence[Run]) -> None:
-        """Remove one holder of the first `blocks` blocks of a context. `copies` are those that it held instead of
-        them."""
+        """Remove one holder of the first `blocks` blocks of a context. `copies` are the copies that it
+        held instead of these blocks."""
         free = self._free
         for owner, start, end in reversed(path):
             if start >= blocks:

@@ -1,7 +1,7 @@
-"""Blocks that were released while they are still read: an iteration that reuses one of them waits for its readers.
+"""Released blocks that transfers still read: an iteration that reuses such a block waits for its readers.
 
-Invariant: such a block is in `reading` until its readers have ended or it is reused. In the latter case it is in
-`given` until the next iteration waits for it.
+Invariant: a block that is still read is in `reading` until its readers have ended or it is reused. A reused block is in
+`given` until the next iteration waits for its readers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BlockReads:
         self.reading[block] = (*self.reading.get(block, ()), reader)
 
     def drop(self, block: Block, reader: Reader) -> None:
-        """Remove a reader that does not read the block after all; others may."""
+        """Remove a reader that does not read the block after all. Other readers stay."""
         left = tuple(it for it in self.reading.pop(block, ()) if it is not reader)
         if left:
             self.reading[block] = left

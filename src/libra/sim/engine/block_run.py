@@ -1,8 +1,8 @@
-"""Runs of blocks of one context that are held and released together: one entry of a block pool for as many as possible.
+"""Runs of blocks of one context that are held and released together. One entry of a block pool is one run.
 
-Invariant: of each known block one copy is in a run of its owner, where others find it. Other requests that computed its
-tokens hold further copies, each a run of its own. The oldest of these replaces the findable copy once that is
-forgotten.
+Invariant: one copy of each known block is in a run of its owner, where other requests find it. Other requests that
+computed the same tokens hold further copies, each a run of its own. When the findable copy is forgotten, the oldest
+further copy replaces it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockCopies:
 
     def __init__(self) -> None:
         self.further: dict[Owner, dict[int, list[Run]]] = {}  # of each block, oldest first
-        self.own: dict[Request, list[Run]] = {}  # copies that it holds although others can be found
+        self.own: dict[Request, list[Run]] = {}  # copies that it holds although another copy can be found
 
     def add(self, request: Request, owner: Owner, block: int) -> None:
         """Note that a request has computed a block that was known already."""

@@ -47,7 +47,7 @@ class ChunkCache(ABC):
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self.held = 0
-        self.idle = 0  # of those held
+        self.idle = 0  # number of held chunks that can be evicted
 
     def presence(self, key: Key) -> Presence:
         chunk = self._get(key)
@@ -69,7 +69,8 @@ class ChunkCache(ABC):
             self.idle += chunk.idle
 
     def begin_write(self, keys: Sequence[Key], access: Access) -> list[Key] | None:
-        """Begin to write the missing ones of the chunks, and return them. None: too few other chunks can be evicted."""
+        """Begin to write those of the chunks that are missing, and return them. None: too few other chunks can be
+        evicted."""
         found = {key: chunk for key in keys if (chunk := self._get(key)) is not None}
         new = [key for key in keys if key not in found]
         missed = [key for key in new if key not in access.missed]

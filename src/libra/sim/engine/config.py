@@ -39,7 +39,7 @@ class EngineConfig(Value):
     reserve_full_prompt: bool = True  # admit by the whole prompt, not its first chunk: `scheduler_reserve_full_isl`
     capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
     pipeline_parallel_size: int = 1
-    kv_load_failure_policy: FailurePolicy = "fail"  # of requests whose KV does not come
+    kv_load_failure_policy: FailurePolicy = "fail"  # for requests whose KV does not arrive
     # SGLang's: tokens that stay free for each request with KV when blocks are taken for one more prompt to pull
     num_reserved_decode_tokens: int = 0
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins

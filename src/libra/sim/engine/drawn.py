@@ -53,8 +53,8 @@ class Course:
 
 class Drawn(Generation):
     """The generating requests of a batch with drafts, as vLLM schedules them. A running request gets its next token and
-    `num_speculative_tokens` drafts, or what `max_model_len` allows. The blocks for them, and for what the drafter looks
-    ahead, stay when drafts are rejected."""
+    `num_speculative_tokens` drafts, or as many as `max_model_len` allows. When drafts are rejected, the request keeps
+    their blocks and the drafter's lookahead blocks."""
 
     __slots__ = (
         "_block",
@@ -79,7 +79,7 @@ class Drawn(Generation):
         self._draws, self._mean = Draws(speculative), speculative.mean_tokens
         self._size, self._length = config.block_size, config.max_model_len
         self._each, self._lookahead = speculative.tokens_each, speculative.lookahead
-        # What is added to arrays, or divides them: numpy would make an array of a number each time.
+        # Operands of array operations are arrays: numpy would convert a number to an array each time.
         self._more, self._slack = np.array(self._each - 1), np.array(self._lookahead + self._size - 1)
         self._block = np.array(self._size)
         self._sums = np.zeros((_FEWEST, 3), np.int64)
@@ -196,7 +196,7 @@ class Drawn(Generation):
         if limited:
             np.minimum(blocks, self._length + self._size - 1, blocks)
         np.floor_divide(blocks, self._block, blocks)
-        if blocks.item(0) < held:  # a longer row before it had them
+        if blocks.item(0) < held:  # a longer earlier row took them
             np.maximum(blocks, held, blocks)
         offset = begin - round(self._mean * start)
         self._put(request, Course(start, known, generated, held, tokens, sums, undrawn, offset), start + steps - 1)

@@ -1,9 +1,9 @@
-"""Drafts under asynchronous scheduling: an iteration is scheduled before the accepted drafts of the one before it are
-known.
+"""Drafts under asynchronous scheduling: an iteration is scheduled before the accepted drafts of the previous iteration
+are known.
 
 Invariant: a request is scheduled as if all its drafts in flight are accepted. Its context counts all of them for
-`max_model_len` and for blocks, which it keeps. It computes and generates only the accepted ones. These drafts are
-vLLM's `num_output_placeholders`.
+`max_model_len` and for blocks, which it keeps. It computes and generates only the accepted drafts. Drafts in flight
+are vLLM's `num_output_placeholders`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from libra.sim.engine.speculative import Ints
 
 
 class CourseAhead(Course):
-    """One request's iterations from `start` on, without those scheduled without it. They go to its last one, and
-    possibly a useless one after it; or to the one whose tokens `max_model_len` limits, which depends on the one
-    before."""
+    """The iterations of one request from `start` on; iterations without the request are left out. They go to its last
+    iteration, and possibly a useless one after it. Or they go to the iteration whose tokens `max_model_len` limits,
+    which depends on the previous one."""
 
     __slots__ = ("before", "overruns", "positions", "since", "whole")
 
     before: int  # tokens generated before the iteration that was under way when the course was made
     since: int  # the next iteration to be decided at that time: `start`, or the one before it
     positions: Ints  # tokens of the context before each iteration if all drafts under way are accepted
-    whole: bool  # it goes to the last iteration
-    overruns: bool  # and one further
+    whole: bool  # the course goes to the last iteration
+    overruns: bool  # and to one further iteration
 
     @property
     def end(self) -> int:
@@ -104,8 +104,8 @@ class DrawnAhead(Drawn):
         return [request for request in done if _course(request).whole]
 
     def _again(self, request: Request, start: int, first: int | None) -> None:
-        """Let a request continue from the iteration `start` on. That is the next one only if the request has `first`
-        tokens in it, or if none is in flight."""
+        """Let a request continue from the iteration `start` on. `start` is the next iteration only if the request has
+        `first` tokens in it, or if no iteration is in flight."""
         generated, before = self.generated(request), self.generated(request, -1)
         course, at = self._leave(request)
         position = request.prompt_tokens + generated - 1 if first is None else course.positions.item(at)
@@ -122,7 +122,7 @@ class DrawnAhead(Drawn):
         first: int | None = None,
     ) -> None:
         """Let a request generate from the iteration `start` on, scheduled from `position`. It has `first` tokens in
-        that one; None: all that it wants. It holds `held` blocks."""
+        iteration `start`; None: all that it wants. It holds `held` blocks."""
         each, longest = self._each, self._length
         undrawn, tokens = self._tokens(request, generated, first)
         context, steps = tokens.item(0), len(tokens) - 1
@@ -147,7 +147,7 @@ class DrawnAhead(Drawn):
         sums = np.empty((columns, 3), np.int64)
         sums[:, ROWS] = rows[:columns]
         sums[:, ATTENDED] = tokens[:columns] + rows[:columns] - 1
-        sums[:, BLOCKS] = np.maximum(-(-slots // self._size), held)  # a longer row before it may have had them
+        sums[:, BLOCKS] = np.maximum(-(-slots // self._size), held)  # a longer earlier row may have taken them
         offset = context - round(self._mean * start)
         course = CourseAhead(start, context - 1, generated, held, tokens, sums, undrawn, offset)
         course.before, course.since, course.positions = before, self.iteration, positions

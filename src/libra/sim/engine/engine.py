@@ -28,10 +28,10 @@ class SimEngine(EngineState):
     """An engine driven from outside: `plan` says when the next event ends, `commit` applies it at that tick.
 
     `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may be called at any tick in between, and return True if
-    they moved the end forward. At one tick, the caller commits first, then makes these calls, then plans. After any of
-    them but `ask`, and after `adopt`, an engine that is not busy, or is open, has to be planned. Blocks for KV are
-    taken with a plan. `pull_ended` reports that the KV arrived or never will, `sent` that KV kept by a request is no
-    longer needed.
+    they moved the end forward. At one tick, the caller commits first, then makes these calls, then plans. After each of
+    these calls except `ask`, and after `adopt`, the caller has to plan an engine that is not busy, or is open. Blocks
+    for KV are taken with a plan. `pull_ended` reports that the KV arrived or never will, `sent` that KV kept by a
+    request is no longer needed.
 
     `asked` are the running requests that reached their `ask_at` with the last commit. `interrupted` are requests that
     left unfinished with the last plan. `pulls` are requests whose KV got blocks, and the number of blocks. `ended` are
@@ -69,7 +69,7 @@ class SimEngine(EngineState):
             request.path = self.pool.path(request)
         self.carry(request.prompt_tokens)
         if not self.waiting.push(request) and self.blocked:
-            return False  # it waits behind one that does not fit
+            return False  # it waits behind a request that does not fit
         self.blocked = False
         if len(self.running) >= config.max_num_seqs:
             return False
@@ -143,9 +143,9 @@ class SimEngine(EngineState):
         return cut_to(self, steps)
 
     def pull_ended(self, request: Request, now: int, failure: str | None = None, *, first_token: bool = False) -> bool:
-        """Note that the KV of a request's prompt has arrived, possibly with its first token; or has failed to, with the
-        reason. Seen at the end of the current iteration. If the request was cancelled meanwhile, its blocks are free
-        from then on."""
+        """Note that the KV of a request's prompt has arrived, possibly with its first token; or that the transfer has
+        failed, with the reason. The engine sees this at the end of the current iteration. If the request was cancelled
+        meanwhile, its blocks are then free."""
         self.notices.append(PullEnd(request, failure, first_token))
         return cut_stretch(self, now)
 
@@ -211,8 +211,8 @@ class SimEngine(EngineState):
         return self.pool.held / self.pool.blocks
 
     def token_seconds(self, now: int) -> float:
-        """Seconds per token of one more sequence, as long as the others on average, once all accepted ones run. If KV
-        memory or `max_num_seqs` do not allow that, sequences alternate."""
+        """Seconds per token of one more sequence of mean length, while all accepted sequences run. If KV memory or
+        `max_num_seqs` do not allow this, sequences alternate."""
         config, flights = self.config, len(self.flights.all)
         accepted = -(-(len(self.running) + len(self.arriving) + len(self.waiting)) // flights)
         # Generated tokens count as far as they exceed the prompts of requests that do not generate yet.

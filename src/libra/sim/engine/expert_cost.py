@@ -36,7 +36,7 @@ class ExpertLoad:
 
     shares: Callable[[int], Shares]
     active: int  # experts of a token
-    phase: int | None = None  # None: there is one
+    phase: int | None = None  # None: there is only one phase
     drawn: int | None = None  # seed, if each iteration has a draw of its own
 
     def at(self, iteration: int) -> Shares:
@@ -138,7 +138,7 @@ class ExpertCost:
         return ticks(float(self._grid.layer_seconds(fullest * tokens).sum()))
 
     def _drawn(self, tokens: int, moves: int, phase: int, iteration: int) -> int:
-        """Ticks with a GPU drawn for each copy of a token on its own, in each layer."""
+        """Ticks if the GPU of each copy of a token is drawn independently in each layer."""
         random = np.random.default_rng((self._load.drawn or 0, iteration))
         copies = tokens * self._load.active
         fullest = random.multinomial(copies, self._shares(moves, phase)).max(axis=1)

@@ -23,8 +23,8 @@ class Flight:
 
     index: int
     generation: Generation
-    finishing: list[Request] = field(default_factory=list)  # their prompts are computed with the iteration under way
-    chunk: Request | None = None  # a part of its prompt, not the last, is under way
+    finishing: list[Request] = field(default_factory=list)  # the iteration under way completes their prompts
+    chunk: Request | None = None  # a chunk of its prompt, but not the last chunk, is under way
     deferred: list[Deferred] = field(default_factory=list)  # released when the batch has landed
     waits: bool = False  # for blocks that another batch under way may still write
     under_way: bool = False
@@ -34,24 +34,24 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """The iteration that is computed while the next one is scheduled, with asynchronous scheduling. Its results are
-    known at its end."""
+    """The iteration under way, with asynchronous scheduling: it is computed while the next one is scheduled. Its
+    results are known at its end."""
 
     ticks: int
     absent: Collection[Request] = ()  # generating requests that are not in it
-    late: Collection[Request] = ()  # not in the one before: what they compute in this one is known already
-    chunk: Request | None = None  # it computes a part of its prompt, not the last
+    late: Collection[Request] = ()  # not in the previous iteration, so their tokens in this one are known already
+    chunk: Request | None = None  # computes a chunk of its prompt, but not the last chunk
     deferred: list[Deferred] = field(default_factory=list)
-    started: list[Request] = field(default_factory=list)  # their prompts are complete with it
-    ending: dict[Request, int] = field(default_factory=dict)  # it is known to be their last one: slots of their blocks
-    stopping: list[Request] = field(default_factory=list)  # it is their last one, which is seen only when it has ended
+    started: list[Request] = field(default_factory=list)  # it completes their prompts
+    ending: dict[Request, int] = field(default_factory=dict)  # it is their last one: slots of their blocks
+    stopping: list[Request] = field(default_factory=list)  # it is their last one, as known only at its end
     asks: list[tuple[Request, int, int]] = field(default_factory=list)  # reached: (request, `ask_at`, tokens generated)
     stale: list[tuple[int, Request, int]] = field(default_factory=list)  # preempted since: admission, request, tokens
     dummy: bool = False  # the engine is a rank that has nothing to compute in it
 
     @property
     def eventful(self) -> bool:
-        """Whether its end has events other than tokens."""
+        """Whether more than new tokens happens at the end of this iteration."""
         return self.dummy or bool(
             self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred
         )

@@ -29,7 +29,7 @@ class Generation(ABC):
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
         self.stalled: set[Request] = set()  # in the next iteration they generate nothing
-        self.at_limit: set[Request] = set()  # `max_model_len` limits their tokens in the next iteration, maybe to none
+        self.at_limit: set[Request] = set()  # `max_model_len` limits their tokens in the next iteration, possibly to 0
 
     # Requests
 
@@ -83,7 +83,7 @@ class Generation(ABC):
 
     def overruns(self, request: Request, longest: int) -> bool:
         """Whether, with asynchronous scheduling, a request is also in the iteration after its last one, because its end
-        is unknown when that one is scheduled. Its context is at most `longest` tokens."""
+        is unknown when the iteration is scheduled. Its context is at most `longest` tokens."""
         return request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest
 
     def rest(self, requests: Iterable[Request]) -> None:  # noqa: B027
@@ -95,7 +95,7 @@ class Generation(ABC):
     @abstractmethod
     def spread(self, absent: Collection[Request] = ()) -> int:
         """Requests times the standard deviation of their contexts, in whole tokens: the same in every iteration until a
-        request joins or leaves. Some may be left out."""
+        request joins or leaves. `absent` requests are left out."""
 
     @property
     def rows(self) -> int:
@@ -108,7 +108,7 @@ class Generation(ABC):
 
     @abstractmethod
     def contexts(self, steps: int) -> list[int] | None:
-        """`context` of each of the next iterations; None: each has `count` more than the one before."""
+        """`context` of each of the next iterations; None: it grows by `count` with each iteration."""
 
     @abstractmethod
     def context_after(self, steps: int) -> int:
@@ -128,7 +128,7 @@ class Generation(ABC):
         of admission; they are not taken out."""
 
     def steps_to_end(self) -> int:
-        """Iterations until the first request has generated its last token. At least one must generate."""
+        """Iterations until the first request has generated its last token. At least one request must generate."""
         ends = self._ends
         while True:
             last, admission, request = ends[0]
@@ -183,8 +183,8 @@ class Even(Generation):
     __slots__ = ("_needs", "_offsets", "_phases", "_size", "_squares", "_starts")
 
     def __init__(self, block_size: int, starts: Sequence[int] = (0,)) -> None:
-        """A request needs a block when its tokens, less whole `block_size`, are one of `starts`: once for each that
-        equals them."""
+        """A request needs a block when its tokens modulo `block_size` are one of `starts`: one block for each equal
+        entry."""
         super().__init__()
         self._size = block_size
         self._starts = tuple(starts)

@@ -28,12 +28,13 @@ class GridCost:
 
     - Decoding alone takes what the grid says for the batch and its mean context: piecewise linear in their product. A
       batch is padded to the next CUDA graph; the padding has no context.
-    - Drafts that are verified cost their linear layers. Before that, each of them costs a pass of the drafter over all
-      requests together. The drafter computes prompts, too.
+    - Verifying drafts costs the linear layers of their tokens. Before that, each draft costs a pass of the drafter over
+      all requests together. The drafter computes prompts, too.
     - One prefill chunk alone takes what the grid says for it.
     - In a mixed iteration, linear layers process all tokens at once. They add the time of one chunk with all these
-      tokens, less that of the decoding batch alone; attention adds up. The attention in a chunk's grid time is the cost
-      of its pairs of tokens, at the rate by which the grid's largest chunk grows with the context before it.
+      tokens, less the time of the decoding batch alone. The times of attention add up. The attention in a chunk's grid
+      time is the cost of its pairs of tokens, at the rate by which the time of the grid's largest chunk grows with the
+      context before the chunk.
     - If each chunk has as many tokens as a request that decodes, such as the last one of a prompt whose KV was pulled,
       the iteration counts as decoding only: vLLM goes by the tokens, and runs it with the graph of such a batch.
     - The grid's terms and host overhead are added; see `libra.cost.kernels` and `libra.cost.host`.
@@ -211,7 +212,7 @@ class GridCost:
         contexts: Sequence[int] = self._grid.contexts
         if self._drafter is not None:
             contexts = sorted({*contexts, *self._drafter.contexts})
-        if least:  # it may be the longer one anywhere in the grid, and beyond
+        if least:  # `least` may be the longer time anywhere in the grid, and beyond
             contexts = sorted({1, *contexts, 4 * contexts[-1]})
         drafts = self._draft_seconds(batch)
         if self._more:

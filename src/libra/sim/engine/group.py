@@ -2,12 +2,13 @@
 
 Invariant: each rank schedules like an independent engine, at the boundaries of the group's iterations; only their
 duration is the group's. A rank is visited, and updated, when its own plan ends or an event reaches it. So the work per
-iteration depends on its events, not on the number of ranks. The rules are those of vLLM's `DPEngineCoreProc` and
-`coordinate_batch_across_dp`. A rank without work runs a dummy batch. All use the lowest kind of CUDA graph among them,
-and with a graph all are padded to the largest. The group stops only with its first step and with each
-`sync_interval`-th. With asynchronous scheduling a step schedules the iteration after the one that begins with it (the
-first step of a group at rest begins nothing, and takes no time). So when the group stops, an iteration is still in
-flight: all run it.
+iteration depends on its events, not on the number of ranks.
+
+The rules are those of vLLM's `DPEngineCoreProc` and `coordinate_batch_across_dp`. A rank without work runs a dummy
+batch. All ranks use the lowest kind of CUDA graph among them, and with a graph all are padded to the largest batch. The
+group stops only with its first step and with each `sync_interval`-th step. With asynchronous scheduling, a step
+schedules the iteration after the one that begins with it. The first step of a group at rest begins no iteration, and
+takes no time. So when the group stops, an iteration is still in flight, and all ranks run it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RankGroup:
         self.ranks = tuple(ranks)
         self.index = ranks[0].index  # orders its events
         self.busy = False  # until `end`
-        self.due = False  # it has landed, or a rank has planned: `depart` is to be called
+        self.due = False  # it has landed, or a rank has planned: the caller has to call `depart`
         self.start = self.end = 0  # ticks
         self.iteration = 0  # the next one, or the one under way
         self.unseen: dict[Request, int] = {}  # requests that came since the iteration under way began; their ticks
@@ -82,7 +83,7 @@ class RankGroup:
         if not rank.busy or rank.dummy or not rank.steps or rank.fresh or self._pausing:
             return
         done, now = self.iteration - rank.begin, self.start
-        ends = done == rank.steps  # its own commit is to come, at this boundary
+        ends = done == rank.steps  # the rank's own commit follows, at this boundary
         if ends:
             done, now = done - 1, self._latest
         if done > 0:

@@ -1,7 +1,7 @@
 """Blocks of KV cache groups one by one: the blocks of a group that a request holds, and those that others can find.
 
-Invariant: a block with an owner can be found by the tokens up to its end; of several with the same tokens, the oldest
-is found.
+Invariant: a block with an owner can be found by the tokens up to its end. A lookup finds the oldest of several blocks
+with the same tokens.
 """
 
 from __future__ import annotations

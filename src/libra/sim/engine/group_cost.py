@@ -16,7 +16,7 @@ from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 
 class Graph(NamedTuple):
     """CUDA graph with which all ranks run an iteration: the lowest of their kinds, and the size of the largest, in
-    tokens. Without a graph each runs its own tokens, and `size` is 0. `whole`: not divided into micro-batches."""
+    tokens. Without a graph, each rank runs its own tokens, and `size` is 0. `whole`: not divided into micro-batches."""
 
     kind: GraphKind
     size: int = 0
@@ -69,8 +69,8 @@ class MicroBatching:
         return tokens >= (self.dbo_decode_token_threshold if uniform else self.dbo_prefill_token_threshold)
 
     def fills(self, fewest: int, largest: int) -> bool:
-        """Whether the rank with fewest tokens has some in its last micro-batch. Micro-batches have the size of the
-        fullest rank's, padding included."""
+        """Whether the rank with fewest tokens has a token in its last micro-batch. The fullest rank determines the size
+        of micro-batches, padding included."""
         return largest // self.count * (self.count - 1) < fewest
 
 

@@ -27,10 +27,10 @@ class Holding:
     """Tables of a request that runs, one for each group."""
 
     tables: list[BlockTable]
-    longest: int  # cached tokens of its context that at least one kind of layers found when it was admitted
+    longest: int  # cached tokens of its context that at least one kind of layers found at its admission
     begun: int = 0  # its tokens before the last iteration that has it
     step: int = 0  # number of that iteration
-    decided: int = 0  # its tokens after the last chunk of its prompt that was scheduled, if only to be preempted
+    decided: int = 0  # its tokens after the last scheduled chunk of its prompt, even if preempted at once
     path: Path = field(default=())
 
 

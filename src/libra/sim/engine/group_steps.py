@@ -1,7 +1,7 @@
 """Iterations of generating requests that take blocks of KV cache groups, or release some.
 
-Invariant: in all others, and for all other requests, tables do not change. So iterations between two events are alike,
-and only the events have to be carried out.
+Invariant: in other iterations, and for other requests, tables do not change. So iterations between two events are
+alike, and only the events have to be carried out.
 """
 
 from __future__ import annotations

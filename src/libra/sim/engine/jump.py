@@ -137,7 +137,7 @@ def settle(state: EngineState, now: int) -> int:
         catch_up(state, now)
     elif state.clock is not None:
         state.clock.bring(state)
-    if now > state.start:  # the one that is under way has its blocks
+    if now > state.start:  # the iteration under way has its blocks
         take_blocks(state, 1)
     return int(end_of(state.pieces, 1) <= now)
 

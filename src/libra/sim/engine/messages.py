@@ -25,8 +25,8 @@ class PullEnd:
     """A transfer of KV has ended since the last boundary."""
 
     request: Request
-    failure: str | None  # why nothing came
-    first_token: bool = False  # came with it
+    failure: str | None  # reason why nothing arrived
+    first_token: bool = False  # the first token came with the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +44,4 @@ class Pause:
     """A pause of an engine between two iterations, for new weights."""
 
     ticks: int
-    refresh: bool  # contexts are then computed again, with the new weights
+    refresh: bool  # contexts are computed again after it, with the new weights

@@ -43,7 +43,7 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], di
         while needed > pool.free:
             victim = _victim(state)
             if state.defers and state.is_under_way(victim):
-                return preempted, scheduled, chunks  # its blocks would not be free yet
+                return preempted, scheduled, chunks  # the blocks of the victim would not be free yet
             row = chunks.pop(victim, 0) or scheduled.pop(victim, 0)
             if row:
                 budget += row + config.input_slots
@@ -100,8 +100,8 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
             tokens, _ = stop_generating(state, request, row)
             if request in under_way.stopping:
                 under_way.stopping.remove(request)
-        # Blocks become findable when an iteration is decided, with the tokens known then; or when one has ended, except
-        # for the token that it brought last.
+        # Blocks become findable when an iteration is decided, for the tokens known at that time; or when it has ended,
+        # for all tokens except the last.
         decided = row or (more and request in under_way.late)
         known = max(request.prompt_tokens + request.generated - (not decided), request.target)
     else:
@@ -111,7 +111,7 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
             tokens, known = state.slots(request), request.computed
         else:
             request.generated = flight.generation.generated(request)
-            # While its batch is under way its next token has a place already.
+            # While the batch of a request is under way, its next token already has a place.
             tokens, known = stop_generating(state, request, 1 if flight.under_way else row)
     if state.pool.caching:
         state.write(request, known)

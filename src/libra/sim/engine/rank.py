@@ -1,6 +1,6 @@
 """A data-parallel rank: an engine that schedules by itself, and whose iterations begin and end with its group's.
 
-Invariant: it schedules like an independent engine, with dummy batches while it has nothing to compute. With
+Invariant: a rank schedules like an independent engine, with dummy batches while it has nothing to compute. With
 asynchronous scheduling a dummy batch is an iteration in flight like any other, without results.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.flight import UnderWay
-from libra.sim.engine.group import RankGroup  # not for types alone: compiled, the fields need it
+from libra.sim.engine.group import RankGroup  # imported at run time: the fields of the compiled class need it
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.rank_batches import NOTHING, NotedCost, RankWork
 from libra.sim.engine.request import Request
@@ -80,7 +80,7 @@ class Rank(SimEngine):
 
     def _plan_ahead(self, now: int) -> None:
         """Plan with asynchronous scheduling. If the rank was idle, a dummy batch is in flight; if the group was at
-        rest, one that takes no time."""
+        rest, a dummy batch that takes no time."""
         group, preempted = self.group, self.preemptions
         lasts = group.lasts()
         stops = bool(self._due or self.closing)
@@ -89,7 +89,7 @@ class Rank(SimEngine):
         elif (lasts and stops) or (not stops and (self.running or self.waiting or self.ready or self.notices)):
             self.under_way = UnderWay(lasts, absent=set(self.running), dummy=True)
         SimEngine.plan(self, now)
-        if self.steps:  # a single one is priced when it begins
+        if self.steps:  # a single iteration is priced when it begins
             generation = self.flight.generation
             self.noted.line(self.batch(generation.count), generation.context)
         elif self.under_way is not None and self.under_way.dummy and not stops and not self.noted.work.tokens:

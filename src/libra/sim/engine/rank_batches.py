@@ -123,7 +123,7 @@ class RankBatches:
             self._divides[place] = rule.wanted(work.tokens, uniform=work.uniform)
 
     def goes_on(self, place: int, work: RankWork) -> bool:
-        """Whether a rank computes `work` anyway, in the iteration after the next one."""
+        """Whether a rank already computes `work` in the iteration after the next one, without a change."""
         before = self._works[place]
         if self._drafts or before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
             return False
@@ -218,7 +218,7 @@ class _Lines:
         self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[RankWork], without: Sequence[int]
     ) -> tuple[Ints, Ints, int]:
         """(ticks, growth) of each rank except those in `without`, and the number of iterations for which they hold."""
-        # A stretch that was cut goes back to where a line did not hold yet.
+        # After a cut, a stretch may be before the iterations for which a line holds.
         stale = (self._versions != versions) | (contexts < self._starts) | (contexts >= self._limits)
         if without:
             stale[without] = False

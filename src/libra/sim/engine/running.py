@@ -68,8 +68,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         _trace(state, now, order, room, partials, parts, chunks, cached)
     if batch.requests or chunks:
         return True
-    # The only request that was tried was preempted. A step that does no more takes no time, unless an iteration is
-    # under way, or other ranks compute meanwhile.
+    # Only one request was tried, and it was preempted. Such a step takes no time, unless an iteration is under way, or
+    # other ranks compute meanwhile.
     if state.clock is not None:
         return bool(room.preempted)
     return bool(room.preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
@@ -80,7 +80,7 @@ class _Room(NamedTuple):
 
     preempted: Sequence[Request] = ()
     skipped: Collection[Request] = ()  # in this iteration
-    cut: Mapping[Request, int] = {}  # rows that are shorter than they would be
+    cut: Mapping[Request, int] = {}  # rows that are cut short, with their tokens
 
 
 _ENOUGH = _Room()
@@ -195,7 +195,7 @@ def fill(state: EngineState, now: int) -> int:
             continue
         state.start = now
         state.events += 1
-        sent = schedule(state, now, 0)  # what does not fit waits for the batches that hold the blocks
+        sent = schedule(state, now, 0)  # requests that do not fit wait for the batches that hold the blocks
         flight.waits = not sent and flight.generation.count > 0
         if sent:
             flight.chunk = state.chunk
@@ -313,7 +313,7 @@ def start_generating(state: EngineState, request: Request) -> None:
 
 def finish(state: EngineState, request: Request, tokens: int, known: int, now: int, row: bool = False) -> None:
     """End a request that has generated all its tokens. It holds blocks for `tokens` tokens, of which `known` are final.
-    `row`: it is in the iteration in flight, to no use."""
+    `row`: it is also in the iteration in flight, whose result for it is not used."""
     request.generated = request.output_tokens
     request.status = "finished"
     request.finish = now

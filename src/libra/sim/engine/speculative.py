@@ -17,7 +17,7 @@ from libra.sim.engine.value import Value
 Ints = NDArray[np.int64]
 
 SEQUENTIAL = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-_STATE_READERS = ("eagle", "eagle3", "mtp")  # their drafter reads what the model computed for the last tokens
+_STATE_READERS = ("eagle", "eagle3", "mtp")  # their drafter reads the hidden states of the last tokens
 _PARALLEL = ("dflash", "dspark", "pard", "p-eagle")
 _ODD = 0x9E3779B97F4A7C15
 _WHOLE = 1 << 64
@@ -27,8 +27,9 @@ _WHOLE = 1 << 64
 class Speculative(Value):
     """`num_speculative_tokens` drafts are proposed for every running request, and verified with its next token.
 
-    The number of accepted ones is drawn: `synthetic_acceptance_rates` are the chances that the first, the first two, ..
-    all are accepted. Or `accepted` lists the numbers, verification by verification, repeated from the beginning.
+    The number of accepted drafts is drawn: `synthetic_acceptance_rates` are the probabilities that the first draft, the
+    first two drafts, and so on, are accepted. Or `accepted` lists the number for each verification, and is repeated
+    from the beginning.
     """
 
     method: str
@@ -64,8 +65,8 @@ class Speculative(Value):
 
     @classmethod
     def of_length(cls, method: str, drafts: int, length: float, seed: int = 0) -> Speculative:
-        """Drafts with a mean of `length` tokens per verification, including the token after the drafts. Least variance,
-        like vLLM."""
+        """Drafts with a mean of `length` tokens per verification, including the token after the drafts. As in vLLM, the
+        rates are those with the least variance."""
         if not 1 <= length <= drafts + 1:
             raise ValueError(f"synthetic_acceptance_length is {length}; it is from 1 to {drafts + 1}")
         whole = int(length - 1)

@@ -23,7 +23,7 @@ from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
 from libra.sim.engine.tiers import Tiers
 
-_KEPT = 1024  # batches that are made once: one is needed at every event
+_KEPT = 1024  # batches that are made in advance: each event needs one
 Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 
@@ -34,8 +34,8 @@ def _batches(tokens_each: int) -> list[DecodeBatch]:
 
 
 class Clock(Protocol):
-    """Determines the duration of an engine's iterations, if it runs with others. `pieces` are valid only after `bring`,
-    and only for the clock's current iterations."""
+    """Clock of several engines, which determines the duration of their iterations. `pieces` are valid only after
+    `bring`, and only for the clock's current iterations."""
 
     index: int  # orders its events
     busy: bool  # until `end`
@@ -77,33 +77,35 @@ class EngineState:
     tiers: Tiers | None = field(default=None, init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
     arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
-    ready: int = field(default=0, init=False)  # requests of these whose KV is not under way
+    ready: int = field(default=0, init=False)  # arriving requests whose KV is not under way
     orphans: list[Request] = field(default_factory=list, init=False)  # given up, with their KV under way
-    # Finished requests whose blocks stay: (tokens, known ones of them)
+    # Finished requests whose blocks stay: (tokens, number of known tokens)
     sending: dict[Request, tuple[int, int]] = field(default_factory=dict, init=False)
     notices: list[Notice] = field(default_factory=list, init=False)  # to be seen at the next boundary
     running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
-    # Their prompts are computed in part; in the order of admission. Only one, unless others came while it got no blocks
+    # Requests with partly computed prompts, in the order of admission. There is only one, unless other requests came
+    # while it got no blocks.
     partials: dict[Request, None] = field(default_factory=dict, init=False)
     blocked: bool = field(default=False, init=False)  # the head of the queue fits only once blocks are released
-    # Free blocks that it needs at least, if it may fit before that; 0: unknown
+    # Least free blocks with which the head may fit before that; 0: unknown
     wanted: int = field(default=0, init=False)
     admissions: int = field(default=0, init=False)
     flights: Flights = field(init=False)
     flight: Flight = field(init=False)  # the batch that is being scheduled, or has ended
     overlapping: bool = field(init=False)  # several batches are under way: every iteration is visited
-    chunk: Request | None = field(default=None, init=False)  # the last decided iteration has a part of its prompt
+    chunk: Request | None = field(default=None, init=False)  # the last decided iteration has a chunk of its prompt
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # iterations that may be planned at once
-    uneven: bool = field(init=False)  # batches say how much their contexts differ
+    uneven: bool = field(init=False)  # batches have the spread of their contexts
     restless: bool = field(init=False)  # the head of the queue may fit later although no request releases its blocks
-    batches: list[DecodeBatch] = field(init=False)  # the batches that do not, by their requests
+    batches: list[DecodeBatch] = field(init=False)  # batches without a spread, by the number of requests
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # the request that generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
     interrupted: list[Request] = field(default_factory=list, init=False)
     pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # pulls that begin: (request, blocks)
-    ended: list[Request] = field(default_factory=list, init=False)  # without running: their KV did not come, or was all
+    # Requests that ended without running: their KV did not come, or they needed only the first token that came with it
+    ended: list[Request] = field(default_factory=list, init=False)
     # The plan
     busy: bool = field(default=False, init=False)  # until `end`
     start: int = field(default=0, init=False)  # tick

@@ -1,8 +1,8 @@
 """Fetches of waiting requests from other tiers into the first one, and the check that they end.
 
-Invariant: a run that could proceed by itself is never refused. It is refused only if nothing is computed, a request
-fetches a chunk again that another one evicted, and the state is the same as before. vLLM's scheduler repeats that for
-ever.
+Invariant: a run that could proceed by itself is never refused. It is refused only under three conditions:
+nothing is computed, a request fetches a chunk again that another request evicted, and an earlier state has returned.
+vLLM's scheduler repeats these fetches for ever.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """KV offloaded from the GPU, and loads of KV that the GPU's own cache lacks.
 
-Invariant: a repeated lookup has the same answer until a transfer ends, or a block is reused that is still read or was
-found for a waiting request. So iterations may be counted together until then. A chunk that is still being written, or
-is being loaded already, means "ask again". A block that a store still reads is not overwritten before the store has
-ended. The rules are those of vLLM's `OffloadingConnector`.
+Invariant: a repeated lookup has the same answer until one of two events: a transfer ends, or the engine reuses a block
+that is still read or was found for a waiting request. So iterations may be counted together until then. For a chunk
+that is still being written, or is being loaded already, the answer is "ask again". A block that a store still reads is
+not overwritten before the store has ended. The rules are those of vLLM's `OffloadingConnector`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Use:
     """The accesses and stores of a request in the tiers, from its first lookup to its end."""
 
     access: Access = field(default_factory=Access)
-    stored: int = 0  # chunks of its context that are there, or on their way
+    stored: int = 0  # chunks of its context that are stored, or being stored
     stores: list[Offload] = field(default_factory=list)
     over: bool = False
 
@@ -242,7 +242,8 @@ class Tiers:
             self._stores.append(store)
 
     def _store_last(self, store: Offload, use: Use) -> bool:
-        """Store the remaining chunks of a request. True: at once, since its blocks are reused."""
+        """Store the remaining chunks of a request. Returns True if the store begins at once, since the blocks are
+        reused."""
         given = self._reads.given
         new = self.first.cache.begin_write(store.keys, use.access) or []
         for key in set(store.keys).difference(new):
@@ -255,7 +256,7 @@ class Tiers:
         return at_once
 
     def _fence(self, request: Request, store: Offload) -> None:
-        """Let requests wait for a store if they get a block that the store still reads."""
+        """Let a request wait for a store if it gets a block that the store still reads."""
         size, reads = self.blocks_per_chunk, self._reads
         for key in store.keys:
             chunk = range(key[1] * size, (key[1] + 1) * size)
