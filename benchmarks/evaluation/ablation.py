@@ -148,7 +148,7 @@ def _without(runs: Runs, setting: Setting) -> dict[str, Parts]:
 EXPERIMENT = Experiment(
     "ablation",
     "What each part is worth",
-    "How much faster is each system of the published chain than the one before, and ours without one part?",
+    "How much faster is each system of the published chain than the one before it, and ours without a part?",
     _cells,
     _found,
 )

@@ -91,7 +91,7 @@ def _width(result: Result) -> float:
 EXPERIMENT = Experiment(
     "step-price",
     "Predicted and simulated seconds of a step",
-    "How near is the planner's step to the simulated one, over random clusters, models and workloads?",
+    "How close is the predicted time of a step to the simulated one, over random clusters, models and workloads?",
     _cells,
     _found,
 )

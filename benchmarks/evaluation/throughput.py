@@ -131,7 +131,7 @@ def _figure(runs: Runs, model: str, settings: Sequence[Setting]) -> BarChart:
 EXPERIMENT = Experiment(
     "throughput",
     "Throughput of whole systems",
-    "On 48 A800: how many tokens per second does each system train on, while lengths drift?",
+    "How many tokens per second does each system train on with 48 A800, while lengths drift?",
     cells,
     _found,
 )

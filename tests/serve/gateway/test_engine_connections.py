@@ -44,11 +44,12 @@ class Script:
                 head = await reader.readuntil(b"\r\n\r\n")
                 size = next(int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length: "))
                 self.requests.append(head + await reader.readexactly(size))
-                for packet in self.packets:
+                packets, closes = self.packets, self.closes
+                for packet in packets:
                     writer.write(packet)
                     await writer.drain()
                     await asyncio.sleep(0)
-                if self.closes:
+                if closes:
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -71,8 +72,7 @@ async def turn(
     connections: EngineConnections, address: EngineAddress, taken: Callable[[bytes], bool] | None = None
 ) -> tuple[int, str, bytes]:
     """Status, type and body of an answer."""
-    async with await connections.to(address.endpoint) as answer:
-        await answer.post(f"{address.path}/v1/x", {"Host": address.host}, b"{}")
+    async with await connections.post(address, "/v1/x", {}, b"{}") as answer:
         pieces = []
         while piece := await answer.readany(taken):
             pieces.append(piece)
@@ -126,10 +126,27 @@ async def test_a_connection_is_not_used_again_after_a_part_of_an_answer(whole: b
     script = Script([CHUNKED[: -5 if whole else 90], b""])
     async with engine(script) as (connections, address):
         for _ in range(2):
-            async with await connections.to(address.endpoint) as answer:
-                await answer.post("/", {}, b"")
+            async with await connections.post(address, "/", {}, b"") as answer:
                 await answer.readany()
         assert script.connections == 2
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["at once", "after a part of an answer"])
+async def test_a_request_whose_idle_connection_is_being_closed_is_sent_again(heard: bool) -> None:
+    script = Script([WHOLE])
+    async with engine(script) as (connections, address):
+        await turn(connections, address)
+        script.packets, script.closes = [WHOLE[:20]] if heard else [], True  # what the open connection says next
+        following = asyncio.create_task(turn(connections, address))
+        while len(script.requests) < 2:
+            await asyncio.sleep(0)
+        script.packets, script.closes = [WHOLE], False
+        if heard:
+            with pytest.raises(ConnectionError):
+                await following
+        else:
+            assert (await following)[2] == BODY
+        assert script.connections == (1 if heard else 2)
 
 
 async def test_a_connection_that_asks_to_be_closed_is() -> None:
@@ -167,9 +184,10 @@ async def test_an_answer_that_ends_early_is_an_error(answer: bytes) -> None:
         b"what?\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * 100_000,
+        b"HTTP/1.1 099 What\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
     ],
-    ids=["no HTTP", "two lengths", "a head without end", "another protocol"],
+    ids=["no HTTP", "two lengths", "a head without end", "an unknown status", "another protocol"],
 )
 async def test_what_is_no_answer_is_an_error(answer: bytes) -> None:
     async with engine(Script([answer])) as (connections, address):
@@ -187,18 +205,17 @@ async def test_an_answer_that_nobody_asked_for_closes_the_connection() -> None:
 
 
 async def test_a_header_has_one_line() -> None:
-    async with engine(Script([WHOLE])) as (connections, address), await connections.to(address.endpoint) as answer:
+    async with engine(Script([WHOLE])) as (connections, address):
         for value in ("a\r\nb: c", "a\nb", "a\rb"):
             with pytest.raises(ValueError, match="more than one line"):
-                await answer.post("/", {"x": value}, b"")
+                await connections.post(address, "/", {"x": value}, b"")
 
 
 async def test_a_socket_is_not_read_while_too_much_is_unread() -> None:
     size = 40 * 2**20  # bytes, more than the kernel holds
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
     script = Script([head, bytes(size)])
-    async with engine(script) as (connections, address), await connections.to(address.endpoint) as answer:
-        await answer.post("/", {}, b"")
+    async with engine(script) as (connections, address), await connections.post(address, "/", {}, b"") as answer:
         await asyncio.sleep(0.3)
         assert _unread(answer) < 2**21
         total = 0
@@ -216,7 +233,7 @@ async def test_no_connection_is_an_error() -> None:
     async with engine(script) as (connections, address):
         pass
     with pytest.raises(OSError):
-        await connections.to(address.endpoint)
+        await connections.post(address, "/", {}, b"")
 
 
 def test_an_address_is_what_its_url_says() -> None:

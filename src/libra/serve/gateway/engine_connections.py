@@ -59,19 +59,39 @@ class EngineAddress:
 
 
 class EngineConnections:
-    """A pool of connections. Call `to` for each turn. `made` counts new connections, which leave garbage to collect."""
+    """A pool of connections. Call `post` for each turn. `made` counts new connections."""
 
     def __init__(self, made: Connections) -> None:
         self._made = made
         self._idle: dict[Endpoint, deque[EngineConnection]] = {}  # by endpoint; the longest idle connection is first
 
-    async def to(self, endpoint: Endpoint) -> EngineConnection:
-        """A connection, to be used as an async context. Raises OSError if the engine accepts none in time."""
+    async def post(
+        self, address: EngineAddress, path: str, headers: Mapping[str, str], body: bytes
+    ) -> EngineConnection:
+        """Send a request, and wait for the head of the answer. The returned connection has to be used as an async
+        context. If an idle connection is lost before a byte of an answer, its engine was closing it, and the request is
+        sent again on a new one. Raises OSError if the engine accepts no connection or loses it, ValueError for headers
+        that cannot be sent and for an answer that is no HTTP.
+        """
+        path, headers = address.path + path, {"Host": address.host, **headers}
+        idle = self._usable(address.endpoint)
+        if idle is not None:
+            try:
+                return await idle.post(path, headers, body)
+            except OSError:
+                if idle.heard:
+                    raise
+        return await (await self._new(address.endpoint)).post(path, headers, body)
+
+    def _usable(self, endpoint: Endpoint) -> EngineConnection | None:
         idle = self._idle.get(endpoint)
         while idle:
             connection = idle.pop()
             if connection.usable():
                 return connection
+        return None
+
+    async def _new(self, endpoint: Endpoint) -> EngineConnection:
         self._made.made += 1
         loop = asyncio.get_running_loop()
         try:
@@ -115,31 +135,35 @@ class EngineConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []  # of the body, not taken yet
         self._taker: Callable[[bytes], bool] | None = None  # of pieces that arrive
         self._unread = self._head_bytes = 0
+        self.heard = False  # whether a byte of an answer has arrived
         self._headed = self._ended = True  # whether the head, and all of the answer, have arrived
         self._reusable = True
         self._paused = False  # whether the socket is not read
         self._lost: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
-        """Send a request, and wait for the head of the answer. Raises OSError if the connection is lost, ValueError for
-        headers that cannot be sent and for an answer that is no HTTP."""
+    async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> Self:
+        """Send a request, and wait for the head of the answer. If this fails, the connection is closed. Raises as
+        `EngineConnections.post`."""
         lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         head = "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"])
-        if head.count("\n") != len(lines) + 2 or head.count("\r") != len(lines) + 2:
-            raise ValueError("a header has more than one line")
-        if not self._open:
-            await self._more()  # raises why
         self.headers = CIMultiDict()
-        self._head_bytes, self._headed, self._ended, self._reusable = 0, False, False, False
-        self._taker = None
-        if len(body) <= _JOINED:
-            self._transport.write(head.encode() + body)
-        else:
-            self._transport.write(head.encode())
-            self._transport.write(body)
-        while not self._headed:
-            await self._more()
+        self._head_bytes, self._taker = 0, None
+        self.heard = self._headed = self._ended = self._reusable = False
+        try:
+            if head.count("\n") != len(lines) + 2 or head.count("\r") != len(lines) + 2:
+                raise ValueError("a header has more than one line")
+            if not self._open:
+                await self._more()  # raises why
+            self._transport.write(head.encode() + body if len(body) <= _JOINED else head.encode())
+            if len(body) > _JOINED:
+                self._transport.write(body)
+            while not self._headed:
+                await self._more()
+        except BaseException:
+            self.abort()
+            raise
+        return self
 
     @property
     def content_type(self) -> str:
@@ -198,10 +222,11 @@ class EngineConnection(asyncio.Protocol):
         self._open = True
 
     def data_received(self, data: bytes) -> None:
+        self.heard = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-            self._lose(ValueError(f"an answer that is no HTTP ({type(error).__name__})"))
+            self._lose(ValueError(f"an answer that is no HTTP ({error.__context__ or error})"))
         if not self._headed:
             self._head_bytes += len(data)  # of a header that has not ended
             if self._head_bytes > _HEAD_BYTES:
@@ -253,6 +278,8 @@ class EngineConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
+        if self.status < 100:
+            raise ValueError(f"status {self.status}")
         if self.status < 200:
             self.headers.clear()  # the answer is still to come
         else:

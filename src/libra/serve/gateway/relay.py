@@ -6,6 +6,7 @@ caller may retry on another engine. A later failure is an error event at the end
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ _FAULTS = {  # by status of an answer
     504: Fault.GONE,
     508: Fault.GONE,  # it is a gateway, and one of its engines leads back here
 }
+_LATEST = 4  # events of a stream in which its end is looked for
 _AT_ONCE = 2**15  # bytes, less than a connection buffers before a writer has to wait
 _LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
 _SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # the gateway reads the answer
@@ -60,8 +62,7 @@ async def relay(
     address = engine.address
     response: web.StreamResponse | None = None
     try:
-        async with attempt, await connections.to(address.endpoint) as answer:
-            await answer.post(address.path + path, {"Host": address.host, **_SENT, **headers}, body)
+        async with attempt, await connections.post(address, path, {**_SENT, **headers}, body) as answer:
             if stream and answer.status == 200 and answer.content_type == EVENT_STREAM:
                 response = web.StreamResponse(
                     headers={
@@ -116,12 +117,17 @@ async def _stream(
 ) -> Usage | None:
     """Pass each event on when it ends. None: the client has left, or the engine reported no usage."""
     passing = _Passing(request, response, attempt, reader)
-    while piece := await answer.readany(passing.at_once):
-        passed = passing.cut(piece)
-        if passed and not await _write(response, request, passed):  # before the first write a retry is possible
-            return None
+    try:
+        while piece := await answer.readany(passing.at_once):
+            passed = passing.cut(piece)
+            if passed and not await _write(response, request, passed):  # before the first write a retry is possible
+                return None
+    except OSError:
+        if not passing.complete():
+            raise
+        # Only the end of the message is missing: the client has the whole answer.
     rest = passing.rest()
-    if not reader.ended(passing.latest):
+    if not passing.complete():
         raise ValueError("the stream ended early")
     attempt.engine.turns += reader.usage is not None
     if rest:
@@ -135,7 +141,7 @@ class _Passing:
     def __init__(
         self, request: web.Request, response: web.StreamResponse, attempt: Attempt, reader: AnswerReader
     ) -> None:
-        self.latest = b""  # event
+        self._latest: deque[bytes] = deque(maxlen=_LATEST)  # events
         self._request, self._response, self._attempt, self._reader = request, response, attempt, reader
         self._events = EventStream()
 
@@ -146,15 +152,19 @@ class _Passing:
         events = self._events.feed(piece)
         if not events:
             return b""
-        self.latest = latest = events[-1]
+        self._latest.extend(events)
         if len(events) == 1:
-            return latest if self._reader.event(latest) else b""
+            return events[0] if self._reader.event(events[0]) else b""
         return b"".join([event for event in events if self._reader.event(event)])
+
+    def complete(self) -> bool:
+        """Whether the last events end a stream. Keep-alives, for example, may follow its last event."""
+        return self._reader.ended(b"".join(self._latest))
 
     def rest(self) -> bytes:
         """The event that the stream left unfinished."""
         if rest := self._events.rest():
-            self.latest = rest
+            self._latest.append(rest)
             self._reader.event(rest)
         return rest
 

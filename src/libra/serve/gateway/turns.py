@@ -191,6 +191,7 @@ class Turns:
     def _judge(self, engine: Upstream, failure: TurnFailure) -> None:
         """Take an engine out of service if it is lost, and check its health if it answered with an error."""
         if failure.fault is Fault.GONE:
+            engine.problem = failure.message
             self.lost(engine)
         elif failure.fault is not Fault.SILENT:
             self.health.doubt(engine)

@@ -19,6 +19,7 @@ Usage = tuple[int, int]  # tokens of the prompt, and generated
 
 _REPORTS = b'"usage"'
 _DONE = b"[DONE]"
+_ERRORS = (b"event: error\n", b'data: {"error"')  # of vLLM's streams
 T = TypeVar("T")
 
 
@@ -37,7 +38,10 @@ class AnswerReader(ABC):
         """Read an event. False: it is not for the client."""
 
     def ended(self, last: bytes) -> bool:
-        """Whether a stream whose last event is `last` is complete."""
+        """Whether a stream whose last events are `last` is complete. An engine's error event also completes it."""
+        return self._complete(last) or any(mark in last for mark in _ERRORS)
+
+    def _complete(self, last: bytes) -> bool:
         return self.usage is not None or _DONE in last
 
 
@@ -120,7 +124,7 @@ class TokenReader(_WholeReader):
             more = sum(len(choice.token_ids or ()) for choice in read.choices)
             self.usage = self._prompt_tokens, before + more
 
-    def ended(self, last: bytes) -> bool:
+    def _complete(self, last: bytes) -> bool:
         return _DONE in last
 
 
@@ -153,7 +157,7 @@ class SGLangReader(_WholeReader):
         prompts, generated = zip(*self._by_sample.values(), strict=True)
         self.usage = sum(prompts), sum(generated)
 
-    def ended(self, last: bytes) -> bool:
+    def _complete(self, last: bytes) -> bool:
         return _DONE in last
 
 
@@ -208,7 +212,7 @@ class InputReader(AnswerReader):
         if self._prompt is not None and usage.output_tokens is not None:
             self.usage = self._prompt, usage.output_tokens
 
-    def ended(self, last: bytes) -> bool:
+    def _complete(self, last: bytes) -> bool:
         return any(end in last for end in self._ends)
 
 
