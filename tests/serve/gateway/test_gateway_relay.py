@@ -112,6 +112,28 @@ async def test_an_event_with_usage_and_text_passes() -> None:
         assert stage.gateway.counts.generated_tokens == 2
 
 
+ERROR = '{"error": {"message": "out of memory"}}'
+CHUNKED = STREAM_HEAD.replace(b"Connection: close", b"Transfer-Encoding: chunked")
+STOP = "event: message_stop\ndata: {}\n\n"
+ENDS: dict[str, tuple[str, bytes]] = {
+    "a keep-alive after the end": ("/v1/completions", streamed(PIECE, LAST, "[DONE]") + b": ping\n\n"),
+    "another end after the end": ("/v1/messages", STREAM_HEAD + f"{STOP}data: [DONE]\n\n".encode()),
+    "an error": ("/v1/completions", streamed(PIECE, ERROR)),
+    "an error of messages": ("/v1/messages", STREAM_HEAD + f"event: error\ndata: {ERROR}\n\n".encode()),
+    "no last chunk": ("/v1/completions", CHUNKED + b"e\r\ndata: [DONE]\n\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("path, answer", ENDS.values(), ids=ENDS)
+async def test_a_stream_is_whole_with_all_that_engines_end_it_with(path: str, answer: bytes) -> None:
+    own = {"stream": True, "messages": [], "stream_options": {"include_usage": True}}
+    async with staged(engines=0, scripted=[saying(answer)]) as stage:
+        async with stage.session.post(path, json=TURN | own) as response:
+            text = await response.text()
+        assert "lost" not in text and text.strip().encode() in answer.replace(b"\r\n", b"")
+        assert stage.engine("s0").healthy
+
+
 @pytest.mark.parametrize("rest", ["", 'data: {"choi'])
 async def test_a_stream_without_an_end_says_so(rest: str) -> None:
     async with staged(engines=0, scripted=[saying(streamed(PIECE) + rest.encode())]) as stage:
