@@ -114,7 +114,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
         prompt = bytes(self.history).strip()
         if prompt.startswith(b"[") and b'"' not in prompt:  # without a copy: it may have megabytes
             tokens = 0 if _EMPTY_LIST.fullmatch(prompt) else prompt.count(b",") + 1
-            return tokens, prompt.count(b"[") == 1
+            return tokens, prompt.rfind(b"[") == 0
         return -(-(len(prompt) + len(memoryview(self.preamble))) // _CHARACTERS), False
 
     def samples(self) -> int:
