@@ -63,6 +63,13 @@ async def test_what_is_no_answer_is_asked_again_elsewhere(answer: bytes, stream:
         assert stage.engine("s0").in_flight == stage.engine("s0").turns == 0
 
 
+async def test_a_turn_that_no_engine_answers_well_stops_none() -> None:
+    async with staged(engines=1, scripted=[saying(b"what?\r\n\r\n"), saying(b"what?\r\n\r\n")]) as stage:
+        stage.engine("e0").load_tokens += 1  # so that the others are asked first
+        assert (await stage.post("/v1/completions", TURN))[0] == 200
+        assert all(stage.engine(name).healthy for name in ("s0", "s1", "e0"))
+
+
 PASSED: list[tuple[bytes, bytes]] = [
     (whole(b"<html>"), b"<html>"),
     (whole(b'{"usage": 7}'), b'{"usage": 7}'),

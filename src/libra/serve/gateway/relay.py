@@ -77,7 +77,11 @@ async def relay(
     except (OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
         untraced(error)
         why = str(error) or type(error).__name__
-    failure = attempt.failure or TurnFailure(f"engine {engine.id} was lost: {why}", Fault.GONE)
+        if isinstance(error, ValueError):  # perhaps because of the turn: one turn must not stop every engine
+            failed = TurnFailure(f"the answer of engine {engine.id} is invalid: {why}", Fault.ERROR)
+        else:
+            failed = TurnFailure(f"engine {engine.id} was lost: {why}", Fault.GONE)
+    failure = attempt.failure or failed
     if response is not None and response.prepared:
         said = refusal(f"{failure.message}; send it again with the tokens received so far", 503)
         await _write(response, request, b"data: " + said + b"\n\n")
