@@ -57,7 +57,7 @@ RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
 def rows(options: Namespace) -> Iterator[Row]:
-    """Of the certificate, of rollout alone, and of all rules."""
+    """Rows of the certificate, of rollout alone, and of all rules."""
     traffic, rate = options.traffic, options.rate
     requests = tuple(read_requests(traffic))
     middle = (requests[0].arrival + requests[-1].arrival) // 2

@@ -1,4 +1,4 @@
-"""What knows every trajectory to its end, and so bounds the gain of better predictions: a policy, and a planner.
+"""A policy and a planner that know every trajectory to its end. They bound the gain of better predictions.
 
 Invariant: an instance's work is the true rest of the live trajectories whose latest turn went there, from the start of
 that turn on; what is foretold to the planner is what the run will draw.

@@ -340,7 +340,7 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
 
 
 def _drafts(config: EngineConfig, model: ModelConfig) -> SpeculativeConfig | None:
-    """What other methods than n-grams have besides is told by a draft model, and there is none."""
+    """vLLM's settings for drafts. The method is n-grams, since other methods need a draft model."""
     if (speculative := config.speculative) is None:
         return None
     made = SpeculativeConfig(

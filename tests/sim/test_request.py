@@ -1,4 +1,4 @@
-"""What describes a request, and what only its engine may say."""
+"""The fields that describe a request, and those that only its engine may set."""
 
 from __future__ import annotations
 

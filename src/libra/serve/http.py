@@ -124,7 +124,7 @@ async def serving(
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Like `asyncio.run`, on uvloop, whose transports take less time and leave no garbage."""
+    """Like `asyncio.run`, on uvloop, whose closed transports leave no garbage."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main)
 

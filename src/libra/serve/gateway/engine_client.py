@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from libra.serve.connections import Connections
-from libra.serve.gateway.engine_connections import KEEPALIVE_SECONDS, EngineConnections
+from libra.serve.gateway.engine_connections import CONNECT_SECONDS, KEEPALIVE_SECONDS, EngineConnections
 from libra.serve.gateway.loops import VIA, new_mark
 
-_CONNECT_TIMEOUT = 5.0  # seconds until an engine accepts a connection
 _UNSAID = ("Accept", "User-Agent")  # headers that aiohttp would add
 
 
@@ -33,7 +32,7 @@ class EngineClient:
             cookie_jar=DummyCookieJar(),
             headers={VIA: self.mark},
             skip_auto_headers=_UNSAID,
-            timeout=ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT),
+            timeout=ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             auto_decompress=False,
         ) as self.session:
             self.connections = EngineConnections(connections)

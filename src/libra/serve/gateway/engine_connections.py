@@ -1,7 +1,7 @@
 """Connections to engines that carry turns, over HTTP/1.1.
 
-A gateway mainly forwards turns, and a general HTTP client would take most of a turn's CPU time. This client sends only
-one kind of request, and wakes its task at most once for each read of the socket.
+A gateway mainly forwards turns, so the client for turns is kept cheap: it sends only one kind of request, and wakes its
+task at most once for each read of the socket.
 
 Invariant: a connection carries one turn at a time, and is used again only after the whole answer. The client
 buffers up to `_UNREAD` bytes from an engine, and then does not read the socket until the buffer has been taken.
@@ -25,7 +25,7 @@ from yarl import URL
 from libra.serve.connections import Connections
 
 KEEPALIVE_SECONDS = 4.0  # of an idle connection: vLLM closes it after 5, and a turn at that moment would be lost
-_CONNECT_SECONDS = 5.0  # until an engine accepts a connection
+CONNECT_SECONDS = 5.0  # until an engine accepts a connection
 _HEAD_BYTES = 64 * 2**10  # of an answer's head, at most
 _UNREAD = 2**18  # bytes
 _JOINED = 2**16  # bytes of a body that is sent in one piece with its head
@@ -95,7 +95,7 @@ class EngineConnections:
         self._made.made += 1
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
+            async with asyncio.timeout(CONNECT_SECONDS):
                 _, connection = await loop.create_connection(
                     lambda: EngineConnection(self._idle.setdefault(endpoint, deque())),
                     endpoint.host,
@@ -103,7 +103,7 @@ class EngineConnections:
                     ssl=_trusted() if endpoint.secure else None,
                 )
         except TimeoutError:
-            raise ConnectionError(f"it accepted no connection in {_CONNECT_SECONDS:g} s") from None
+            raise ConnectionError(f"it accepted no connection in {CONNECT_SECONDS:g} s") from None
         return connection
 
     async def keep_closing(self) -> None:
@@ -231,10 +231,10 @@ class EngineConnection(asyncio.Protocol):
             self._head_bytes += len(data)  # of a header that has not ended
             if self._head_bytes > _HEAD_BYTES:
                 self._lose(ValueError("an answer whose head is too long"))
-        if self._unread > _UNREAD and not self._paused and self._open:
+        self._wake()
+        if self._unread > _UNREAD and not self._paused and self._open:  # no taker has taken the bytes
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._headed and not self._ended and exc is None and self._lost is None and self._until_closed():

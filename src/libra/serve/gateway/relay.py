@@ -173,8 +173,8 @@ class _Passing:
         return rest
 
     def at_once(self, piece: bytes) -> bool:
-        """Pass a small piece on at once if the client keeps up. This saves a wake-up of the turn's task, which would
-        take a fourth of the time. False: the task has to take the piece."""
+        """Pass a small piece on at once if the client keeps up. This saves a wake-up of the turn's task. False:
+        the task has to take the piece."""
         transport = self._request.transport
         if len(piece) > _AT_ONCE or self._events.unfinished or not self._response.prepared:
             return False

@@ -129,10 +129,12 @@ class Turns:
         for number in range(self.config.max_attempts):
             try:
                 placement = await self._place(turn, returned, refusing)
-            except UnavailableError:
-                if answer is None:
+            except UnavailableError as error:
+                if answer is not None:
+                    return Relayed(answer)
+                if lost is None:
                     raise
-                return Relayed(answer)
+                raise UnavailableError(f"{error}; the last attempt: {lost.message}") from None
             returned = None  # report it once
             self.counts.retries += number > 0
             engine = self._chosen(placement)
