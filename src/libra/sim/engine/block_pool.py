@@ -394,8 +394,8 @@ def path_of(context: Owner, block_size: int) -> Path:
     """Owners of the blocks of a request's context, or of a chain's. A block that shares only its first tokens with the
     parent's belongs to the child."""
     link = context if isinstance(context, Chain) else context.chain
-    if link is None:
-        return ((context, 0, _END),)
+    if link is None or link.parent is None:
+        return ((link or context, 0, _END),)
     path: list[tuple[Owner, int, int]] = []
     end = _END
     while link is not None:

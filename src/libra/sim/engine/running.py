@@ -234,10 +234,12 @@ def complete(state: EngineState) -> list[Request]:
     if done and finishing and finishing[0].admission < done[-1].admission:
         return _complete_in_order(state, done)
     for request in done:
-        _end(state, request)
+        finish(state, request, *stop_generating(state, request), state.end)
     if finishing:
         flight.finishing = []
-        done += [request for request in finishing if _ends_with_prompt(state, request)]
+        for request in finishing:
+            if _ends_with_prompt(state, request):
+                done.append(request)
     return done
 
 
@@ -249,17 +251,11 @@ def _complete_in_order(state: EngineState, done: list[Request]) -> list[Request]
     ended: list[Request] = []
     for request in both:
         if request not in finishing:
-            _end(state, request)
+            finish(state, request, *stop_generating(state, request), state.end)
         elif not _ends_with_prompt(state, request):
             continue
         ended.append(request)
     return ended
-
-
-def _end(state: EngineState, request: Request) -> None:
-    """End a request that has generated its last token."""
-    tokens, known = stop_generating(state, request)
-    finish(state, request, tokens, known, state.end)
 
 
 def _ends_with_prompt(state: EngineState, request: Request) -> bool:
