@@ -22,14 +22,14 @@ from libra.sim.engine.tiers import Tiers
 def schedule(state: EngineState, now: int, most: int) -> bool:
     """Schedule an iteration of `state.flight`, of any kind, or up to `most` that only generate. They begin now, and end
     at `state.end`. Returns False if nothing fits."""
-    config, generation, tiers = state.config, state.flight.generation, state.tiers
+    config, pool, generation, tiers = state.config, state.pool, state.flight.generation, state.tiers
     state.chunk = None
     demand, partials = generation.demand(), tuple(state.partials)
     slots, left = 0, config.max_num_batched_tokens - generation.count  # of the budget
     if config.speculative is not None:
         slots = config.input_slots
         left = config.step_budget - generation.rows - slots * generation.count
-    fits = demand <= state.pool.free and left >= -slots and not generation.at_limit
+    fits = demand <= pool.blank + pool.findable and left >= -slots and not generation.at_limit
     still = tiers is None or (not tiers.restless(now) and tiers.quiet(demand) >= demand)
     if most and generation.count and not partials and fits and still and not _admits(state):
         plan_stretch(state, now, most)
