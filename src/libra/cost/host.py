@@ -98,9 +98,9 @@ def named_host(name: str, layers: int, plain: int = 0) -> HostCost:
 
 
 def default_host(layers: int, plain: int = 0) -> HostCost:
-    """The host of a model of `layers` layers that has no measured host: vLLM 0.26 on a machine with an H100, with
-    synchronous scheduling, from the grid of Qwen3-8B. Launch times are proportional to the layers, and without graphs
-    also to the operations per layer; `plain` layers have no norms of queries and keys.
+    """The host of a model of `layers` layers that has no measured host. Its times are those of vLLM 0.26 on a machine
+    with an H100, with synchronous scheduling, from the grid of Qwen3-8B. Launch times are proportional to the layers,
+    and without graphs also to the operations per layer; `plain` layers have no norms of queries and keys.
     """
     return HostCost(
         iteration=SERVING * 2.0e-3,

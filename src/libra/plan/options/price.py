@@ -171,7 +171,7 @@ def _latency_parts(
 
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
-    """Each bucket of an allocation that fits, with the option of its shape under which it delays the step least."""
+    """The price of each bucket of an allocation that fits, under the option of its shape that delays the step least."""
     training = own_training(problem, allocation)
     tried = problem.current is not None and problem.current.ranges == allocation.ranges
     recall = problem.recall_known if tried else problem.recall_possible
@@ -208,7 +208,7 @@ class _Longest:
 def _longest(
     problem: Problem, bucket: Bucket, stays: Stays, begin: Stays, recall: Sequence[Sequence[float]]
 ) -> _Longest:
-    """The longest trajectories of the bucket's classes; in the first bucket also those of classes that only begin
+    """The longest trajectories of the bucket's classes; in the first bucket also of longer classes, which only begin
     there.
     """
     own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
