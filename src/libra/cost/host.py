@@ -41,7 +41,7 @@ class HostCost:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name} is {value} of the host; give seconds, finite and 0 or more")
+                raise ValueError(f"host.{field.name} is {value}; give seconds, finite and 0 or more")
 
     @property
     def priced(self) -> bool:

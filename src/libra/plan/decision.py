@@ -230,7 +230,7 @@ def _weigh(
     if gain <= 0:
         return (
             False,
-            f"no better allocation was found: the best other one takes {-gain:.4g} s longer than {step:.4g} s",
+            f"no better allocation was found: the best other allocation takes {-gain:.4g} s longer than {step:.4g} s",
         )
     saves = f"the change saves {gain:.4g} s of {step:.4g} s a step"
     doubt = math.hypot(unsure, price_error)

@@ -324,7 +324,7 @@ class Problem:
             if engine.pool in serving and engine.holds >= self.longest_context:
                 raise ValueError(
                     f"{engine.name} is lent and holds the longest context of {self.longest_context} tokens; only own"
-                    " engines may serve that: lower its holds"
+                    " engines may hold this context: lower its holds"
                 )
 
     def _require_distinct_options(self) -> None:

@@ -112,8 +112,8 @@ def engine_options(
                 Rejected(
                     shape,
                     "does not fit",
-                    f"{weights / 1e9:.1f} GB of weights leave room for {kv:,} tokens of"
-                    f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class has {classes[0].peak_context:,}",
+                    f"{weights / 1e9:.1f} GB of weights leave room for {kv:,} tokens of KV in"
+                    f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class needs {classes[0].peak_context:,}",
                 )
             )
             continue

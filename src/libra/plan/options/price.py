@@ -71,7 +71,7 @@ def infeasibility(problem: Problem, allocation: Allocation) -> str | None:
     if training_option(problem, allocation) is None:
         choices = ", ".join(str(option.replicas) for option in problem.training if option.layout == allocation.layout)
         wanted = f"{allocation.replicas} replicas as {allocation.layout!r}"
-        return f"no option trains {wanted}; there are: {choices or 'none'}"
+        return f"no option trains {wanted}; options of this layout: {choices or 'none'}"
     if not allocation.buckets:
         return "no engine generates"
     if problem.most_buckets is not None and len(allocation.buckets) > problem.most_buckets:
