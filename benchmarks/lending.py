@@ -11,11 +11,10 @@ With `--cpu` the device is one core, and the models are tiny.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import command_line
+from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import shape_file
 from benchmarks.lending_engines import Engine, Mode, Phase, Setting, run
-from benchmarks.rows import Row, none, report
+from benchmarks.rows import Row, none
 from libra.lend.gate import Slo
 
 _MODES: tuple[Mode, ...] = ("alone", "no gate", "serve first", "gate")
@@ -41,23 +40,11 @@ _QWEN3 = {
 Said = dict[str, dict[str, Any]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("lending", __doc__)
-    parser.add_argument("--cpu", action="store_true", help="two tiny models on one of this machine's cores")
-    parser.add_argument("--rates", default="4,12", help="requests a second (default: 4,12)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each way at each rate (default: 20)")
-    parser.add_argument("--asynchronous", action="store_true", help="the serving engine's steps overlap")
-    options = parser.parse_args(arguments)
-    try:
-        rates = [float(rate) for rate in options.rates.split(",")]
-    except ValueError:
-        parser.error(f"--rates {options.rates}: give numbers with commas between them, such as 4,12")
+def rows(options: Namespace) -> Iterator[Row]:
+    rates = options.rates
     if min(rates) <= 0 or options.seconds <= 0:
-        parser.error("--rates and --seconds are above 0")
-    hardware = _hardware(options.cpu)
-    if hardware is None:
-        print("benchmarks.lending: PyTorch sees no GPU here; run it where there is one, or with --cpu", file=sys.stderr)
-        return 2
+        raise RefusedError("--rates and --seconds are above 0")
+    print(f"{_hardware(options.cpu)}; {datetime.now(UTC):%Y-%m-%d}")
     # Before those that count lending is learnt for as long as one of them takes.
     phases = [
         Phase("gate", rates[0], options.seconds),
@@ -66,24 +53,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         slo, setting = (_on_cpu if options.cpu else _on_gpu)(Path(name), options)
         said = run(setting, phases)[1:]
-    rows, alone = list[Row](), said[0]
+    alone = said[0]
     for phase, outcome in zip(phases[1:], said, strict=True):
         alone = outcome if phase.mode == "alone" else alone
-        rows += _rows(phase, outcome, alone, slo)
-    print(f"{hardware}; {datetime.now(UTC):%Y-%m-%d}")
-    report(rows, options.json)
-    return 0
+        yield from _rows(phase, outcome, alone, slo)
 
 
-def _hardware(cpu: bool) -> str | None:
+def _hardware(cpu: bool) -> str:
     import torch
 
     if cpu:
         return f"one of {os.cpu_count()} cores, PyTorch {torch.__version__}"
-    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}" if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        raise RefusedError("PyTorch sees no GPU here; run it where there is one, or with --cpu")
+    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
 
 
-def _on_gpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]:
+def _comma_separated(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def _on_gpu(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
     for name, model in _MODELS.items():
         (directory / name).mkdir()
         shape = json.loads(shape_file(model).read_text(encoding="utf-8"))
@@ -105,7 +95,7 @@ def _on_gpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]
     )
 
 
-def _on_cpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]:
+def _on_cpu(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
     from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
     from libra.backends.tiny_model import write_tiny_model
     from libra.config.run import ModelConfig
@@ -174,4 +164,9 @@ def _tail(case: str, what: str, seconds: Sequence[float], ranks: Sequence[float]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("lending", __doc__)
+    parser.add_argument("--cpu", action="store_true", help="two tiny models on one of this machine's cores")
+    parser.add_argument("--rates", type=_comma_separated, default="4,12", help="requests a second (default: 4,12)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each way at each rate (default: 20)")
+    parser.add_argument("--asynchronous", action="store_true", help="the serving engine's steps overlap")
+    show(parser, rows)

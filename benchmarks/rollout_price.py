@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from statistics import fmean, stdev
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.command import command_line
+from benchmarks.command import command_line, show
 from benchmarks.rollout_price_cases import (
     FITTED,
     TESTED,
@@ -37,7 +37,7 @@ from benchmarks.rollout_price_cases import (
     roll_out,
     simulate_steps,
 )
-from benchmarks.rows import Row, at_most, report
+from benchmarks.rows import Row, at_most
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import NodeClass
@@ -132,19 +132,14 @@ class Priced:
         return _sample(self.plan, self.problem, self.simulated)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("rollout_price", __doc__, quick="few cases: a first look, not a verdict")
-    parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
-    options = parser.parse_args(arguments)
+def rows(options: Namespace) -> list[Row]:
     if options.fit:
         factors = fit_factors(2 if options.quick else _FIT_SEEDS)
         write_table(factors, TABLE)
-        print(f"{TABLE}: {factors}")
-        return 0
+        return [Row(f"{TABLE}", part, value, "") for part, value in asdict(factors).items()]
     count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
     found = list(price_all(test_cases(count), batches))
-    report([*verdict_rows(found), *log_rows(batches)], options.json)
-    return 0
+    return [*verdict_rows(found), *log_rows(batches)]
 
 
 def test_cases(count: int) -> list[Case]:
@@ -284,4 +279,6 @@ def _repeat_error(priced: Priced) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("rollout_price", __doc__, quick="few cases: a first look, not a verdict")
+    parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
+    show(parser, rows)
