@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import shape_file
 from benchmarks.lending_engines import Engine, Mode, Phase, Setting, run
-from benchmarks.rows import Row, none
+from benchmarks.rows import Row, none, spread
 from libra.lend.gate import Slo
 
 _MODES: tuple[Mode, ...] = ("alone", "no gate", "serve first", "gate")
@@ -124,22 +124,22 @@ def _on_cpu(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
 def _rows(phase: Phase, said: Said, alone: Said, slo: Slo) -> Iterator[Row]:
     case, serving, rollout = f"{phase.rate:g} requests/s, {phase.mode}", said["serving"], said["rollout"]
     missed, before = _missed(serving, slo), _missed(alone["serving"], slo)
-    served = [(times[0] - arrival, times, output) for arrival, output, times in serving["requests"] if times]
+    served = [(times[0] - arrival, times) for arrival, _, times in serving["requests"] if times]
     yield Row(case, "requests", len(serving["requests"]), "")
-    yield from _tail(case, "TTFT", [ttft for ttft, _, _ in served], (50, 99))
-    yield from _tail(case, "TPOT", [(it[-1] - it[0]) / max(1, len(it) - 1) for _, it, _ in served], (50, 99))
+    yield from _tail(case, "TTFT", [ttft for ttft, _ in served], (0.5, 0.99))
+    yield from _tail(case, "TPOT", [(it[-1] - it[0]) / max(1, len(it) - 1) for _, it in served], (0.5, 0.99))
     yield Row(case, "misses", sum(missed.values()), "")
     blamed = sum(missed[arrival] and not before.get(arrival, True) for arrival in missed)
     yield (none if phase.mode == "gate" else Row)(case, "attributable misses", blamed, "")
-    yield from _tail(case, "serving step without its wait", [step[0] for step in serving["steps"]], (50, 99, 100))
-    yield from _tail(case, "wait for the token", serving["waits"], (50, 99, 100))
+    yield from _tail(case, "serving step without its wait", [step[0] for step in serving["steps"]])
+    yield from _tail(case, "wait for the token", serving["waits"])
     after, between = ([it[0] for it in serving["steps"] if it[1] is lent and it[2]] for lent in (True, False))
     if len(after) >= 20 and len(between) >= 20:
         switch = float(np.median(after) - np.median(between))
         yield Row(case, "a decode step after a grant takes longer by", 1e3 * switch, "ms")
     if phase.mode != "alone":
         yield Row(case, "rollout", rollout["tokens"] / phase.seconds, "tokens/s")
-        yield from _tail(case, "rollout step", rollout["steps"], (50, 99, 100))
+        yield from _tail(case, "rollout step", rollout["steps"])
     if phase.mode in ("serve first", "gate"):
         yield Row(case, "lent", rollout["lent"] / phase.seconds, "of the time")
         yield Row(case, "overstayed grants", rollout["overstayed"], "")
@@ -157,10 +157,8 @@ def _missed(serving: dict[str, Any], slo: Slo) -> dict[float, bool]:
     }
 
 
-def _tail(case: str, what: str, seconds: Sequence[float], ranks: Sequence[float]) -> Iterator[Row]:
-    for rank in ranks if seconds else ():
-        name = "largest" if rank == 100 else f"P{rank:g}"
-        yield Row(case, f"{what}, {name}", 1e3 * float(np.percentile(seconds, rank)), "ms")
+def _tail(case: str, what: str, seconds: Sequence[float], shares: Sequence[float] = (0.5, 0.99, 1.0)) -> Iterator[Row]:
+    return spread(case, what, [1e3 * it for it in seconds], "ms", shares)
 
 
 if __name__ == "__main__":
