@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.oracle import Oracle
 from libra import (
     InfeasiblePlanError,
     ModelSpec,
@@ -45,6 +44,7 @@ from libra.sim.planned_engines import planned_engines
 from libra.sim.workload.distributions import Constant, LogNormal, LongTail, Uniform
 from libra.sim.workload.generated import Agent, Tool, agent_trajectories
 from libra.trajectory import Trajectory, read_trajectories, truncate
+from tests.oracles.oracle_policy import Oracle
 
 # Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
 # are met, which is not the price's error.
