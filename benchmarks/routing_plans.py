@@ -22,7 +22,6 @@ import numpy as np
 
 from benchmarks.command import command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
-from benchmarks.rollout_price_cases import TESTED, make_case
 from benchmarks.rows import Row
 from libra import (
     Cluster,
@@ -43,6 +42,7 @@ from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import simulate_plan, teach
 from tests.oracles.oracle_policy import Oracle
+from tests.oracles.random_clusters import TESTED, make_case
 
 OURS, ORACLE, LEAST_LOADED = "cmlfq", "oracle", "least-loaded"
 MOST = 1.01  # of least-loaded's time that `OURS` may take
