@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import shape_file
-from benchmarks.lending_engines import Engine, Mode, Phase, Setting, run
+from benchmarks.lending_engines import Mode, Phase, Setting, run
 from benchmarks.rows import Row, none, spread
 from libra.lend.gate import Slo
 
@@ -51,7 +52,7 @@ def rows(options: Namespace) -> Iterator[Row]:
         *(Phase(mode, rate, options.seconds) for rate in rates for mode in _MODES),
     ]
     with tempfile.TemporaryDirectory() as name:
-        slo, setting = (_on_cpu if options.cpu else _on_gpu)(Path(name), options)
+        slo, setting = _setting(Path(name), options)
         said = run(setting, phases)[1:]
     alone = said[0]
     for phase, outcome in zip(phases[1:], said, strict=True):
@@ -73,29 +74,27 @@ def _comma_separated(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
 
-def _on_gpu(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
+def _setting(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
+    (_write_tiny if options.cpu else _write_shapes)(directory)
+    settings = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    asked = settings["cpu" if options.cpu else "gpu"]
+    slo = Slo(**asked.pop("slo"))
+    for name in _MODELS:
+        asked[name]["model"] = str(directory / name)
+    asked["serving"]["async_scheduling"] = options.asynchronous
+    core = max(os.sched_getaffinity(0)) if options.cpu else None
+    return slo, Setting(device=str(directory / "device"), pace=slo.pace(_USE), core=core, **asked)
+
+
+def _write_shapes(directory: Path) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, model in _MODELS.items():
         (directory / name).mkdir()
         shape = json.loads(shape_file(model).read_text(encoding="utf-8"))
         (directory / name / "config.json").write_text(json.dumps({**shape, **_QWEN3}), encoding="utf-8")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    slo = Slo(ttft=0.5, tpot=0.05)
-    return slo, Setting(
-        Engine(str(directory / "serving"), "bfloat16", False, 20 << 30, 8192, 128, 2048, options.asynchronous),
-        Engine(str(directory / "rollout"), "bfloat16", False, 16 << 30, 8192, 64, 512),
-        str(directory / "device"),
-        pace=slo.pace(_USE),
-        longest=0.05,
-        shortest=0.008,
-        turns=64,
-        prompt=(900, 6000),
-        output=(130, 1000),
-        turn_prompt=(64, 512),
-        turn_output=(128, 2048),
-    )
 
 
-def _on_cpu(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
+def _write_tiny(directory: Path) -> None:
     from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
     from libra.backends.tiny_model import write_tiny_model
     from libra.config.run import ModelConfig
@@ -104,21 +103,6 @@ def _on_cpu(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
     for name in _MODELS:
         shape = ModelConfig(hidden_size=128, layers=3, heads=4, kv_heads=2, head_dim=32)
         write_tiny_model(directory / name, shape, "".join(map(chr, range(33, 127))), 512)
-    slo = Slo(ttft=0.5, tpot=0.1)
-    return slo, Setting(
-        Engine(str(directory / "serving"), "float32", True, 64 << 20, 512, 64, 128, options.asynchronous),
-        Engine(str(directory / "rollout"), "float32", True, 64 << 20, 512, 16, 128),
-        str(directory / "device"),
-        pace=slo.pace(_USE),
-        longest=0.025,
-        shortest=0.004,
-        turns=16,
-        prompt=(60, 200),
-        output=(30, 60),
-        turn_prompt=(10, 60),
-        turn_output=(20, 100),
-        core=max(os.sched_getaffinity(0)),
-    )
 
 
 def _rows(phase: Phase, said: Said, alone: Said, slo: Slo) -> Iterator[Row]:
