@@ -162,9 +162,7 @@ def _roll(pipe: Connection, setting: Setting) -> None:
             while len(engine.turns) < setting.turns:
                 made += 1
                 prompt, output = (int(random.integers(*it)) for it in (setting.turn_prompt, setting.turn_output))
-                engine.add(
-                    f"{number}-{made}", random.integers(4, _vocabulary(setting.rollout), prompt).tolist(), output
-                )
+                engine.add(f"{number}-{made}", random.integers(4, ids, prompt).tolist(), output)
             began = time.monotonic()
             if phase.mode == "no gate":
                 new: int | None = engine.bounded_step(most)
