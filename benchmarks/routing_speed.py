@@ -95,7 +95,7 @@ def at_gateway(policy: Policy, instances: int) -> float:
     engines = list(upstreams.all.values())
     for engine in engines:
         engine.load_tokens = int(random.integers(10_000, 400_000))
-        upstreams.mark(engine, healthy=True)
+        upstreams.mark_healthy(engine)
 
     def placed(placement: Placement | None) -> None:
         if placement is not None:

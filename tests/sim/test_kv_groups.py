@@ -58,7 +58,7 @@ def test_one_full_group_is_as_none(seed: int) -> None:
     """The pool that knows every block decides as the one that knows runs of blocks."""
     config = random_case(seed)[0]
     grouped = replace(config, kv_groups=(KVGroup("full", config.block_size),))
-    runs = [simulate(it, TEN, lambda: random_case(seed)[1]) for it in (config, grouped)]
+    runs = [simulate(it, TEN, lambda: timed(seed, 10, False)) for it in (config, grouped)]
     assert runs[0].iterations == runs[1].iterations
     assert runs[0].result == runs[1].result
 
