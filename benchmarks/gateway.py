@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import yaml
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector
@@ -142,7 +143,7 @@ def _rate(load: Load) -> float:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[int(share * (len(values) - 1))]
+    return float(np.quantile(values, share, method="lower"))
 
 
 def _phase(folder: Path, size: Size, through: bool) -> Load:

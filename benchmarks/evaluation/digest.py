@@ -16,7 +16,7 @@ from platform import python_version
 
 from grimp import build_graph
 
-PACKAGES = ("libra", "benchmarks")  # ours; of others the versions count
+PACKAGES = ("libra", "benchmarks", "tests.oracles")  # ours; of others the versions count
 LIBRARIES = ("numpy", "ortools", "aiconfigurator-core")  # whose numbers end up in results
 
 
@@ -43,7 +43,7 @@ def imported(module: str, packages: tuple[str, ...]) -> dict[str, Path]:
         if name not in found:
             found.add(name)
             left += graph.find_modules_directly_imported_by(name)
-            left += [name.rpartition(".")[0]] if "." in name else []
+            left += {name.rpartition(".")[0]} & graph.modules
     return {name: _file(name) for name in found}
 
 
