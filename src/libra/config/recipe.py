@@ -48,7 +48,7 @@ class TrainingBytes:
 
     weights: int  # in the compute type
     gradients: float  # in the compute type
-    states: float  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
+    states: float  # the optimiser's: moments, and an fp32 master copy if the compute type is smaller
     compute: int | None = None  # of a number in matrix products, under autocast; None: as the weights
     trained: float = 1.0  # share of the parameters that have gradients; below 1: only adapters are trained
     copies: float = 0.0  # of weights in the type of the products, on each device that uses them
@@ -73,7 +73,7 @@ class Recipe(Section):
     """Settings of one optimiser step. Only `batch`, `samples_per_prompt` and `max_length` have no default."""
 
     batch: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # trajectories trained on in one step
-    samples_per_prompt: _Count  # trajectories of one prompt; they are compared with each other, and divide `batch`
+    samples_per_prompt: _Count  # trajectories of one prompt, which are compared with each other; divides `batch`
     max_length: _Count  # longest context of a trajectory, in tokens
     # async: generation and training overlap; sync: they take turns on separate devices; colocated: on the same devices.
     mode: Mode = "async"

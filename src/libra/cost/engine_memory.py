@@ -22,7 +22,7 @@ from libra.hardware.model import ModelSpec
 BLOCK = 16  # vLLM's default on GPUs
 BLOCK_TOKENS = 32  # block of vLLM's CPU attention
 SAMPLED = 1024  # sequences whose logits are in memory together: vLLM's default `max_num_seqs` on large GPUs
-BATCHED = 8192  # tokens of an iteration: vLLM's default `max_num_batched_tokens` there
+BATCHED = 8192  # tokens of an iteration: vLLM's default `max_num_batched_tokens` on large GPUs
 
 _GIB = 2.0**30
 # Source: logs of 60 engines with 28 models on H100 by vLLM 0.19, and of Qwen3-14B by 0.15 to 0.19 (llm-d-planner,

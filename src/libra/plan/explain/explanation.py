@@ -143,13 +143,13 @@ class LenderView:
     pool: str
     engines: int  # that the plan borrows
     use: tuple[float, ...]  # certified shares of the SLO's tpot, one for each borrowed shape
-    share: float  # of the borrowed devices' time that the plan counts on, while it is lent
+    share: float  # of the borrowed devices' time that the plan counts on while the pool lends
     away: float  # probability that nothing is lent in the coming period
     step: float  # with the loan
     average: float  # over all recalls, by all lenders, that traffic may cause
     recalled: float  # of the same plan while this pool lends nothing
     without: float  # of the best plan without this pool
-    kept: float  # of the best plan that trains as the one without this pool
+    kept: float  # of the best plan with the training of the best plan without this pool
     why_not: str  # reason why no engine is borrowed; empty if some are
 
 

@@ -215,7 +215,7 @@ def _batch_prices(
     if recipe.kv_on_update == "refresh" and recipe.staleness:
         for j, (count, cls, stay) in enumerate(zip(expected, classes, stays, strict=True)):
             refill = refill_seconds(timing, cls)
-            # Of the live contexts at an update, those in their last turn are not prefilled again.
+            # At an update, live contexts in their last turn are not prefilled again.
             refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
             again[j] = min(max(0.0, cls.turns - 1), float(batches)) * refill
     # A recall loses the contexts of the count * stay / step trajectories in flight.

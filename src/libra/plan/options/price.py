@@ -26,9 +26,9 @@ class BucketPrice:
     """One bucket under the best option (`max_num_seqs`) of its shape."""
 
     option: EngineOption
-    load: float  # seconds each of its engines needs for one step: work, new weights, refresh; see `Prediction.rollout`
+    load: float  # seconds that each engine needs for one step: work, new weights, refresh; see `Prediction.rollout`
     residence: float  # seconds of its longest trajectory
-    alone: float  # residence without other trajectories on its engine, where batches overlap; else `residence`
+    alone: float  # residence without other trajectories on its engine if batches overlap; otherwise `residence`
 
 
 def training_option(problem: Problem, allocation: Allocation) -> TrainingOption | None:
