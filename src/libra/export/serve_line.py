@@ -43,7 +43,7 @@ class ServeLine:
 
     @property
     def paired(self) -> bool:
-        """Whether it sends KV to another engine, or receives it."""
+        """Whether the engine sends KV to another engine, or receives KV from another one."""
         return "kv-transfer-config" in self.flags
 
     @property

@@ -80,7 +80,7 @@ class PriceBias:
         return math.exp(self.means[BOTTLENECKS.index(bottleneck)])
 
     def error(self, bottleneck: Bottleneck) -> float:
-        """Standard error of the logarithm of the factor: about its relative error."""
+        """Standard error of the logarithm of the factor, which is about the relative error of the factor."""
         index = BOTTLENECKS.index(bottleneck)
         return math.sqrt(self.surprise * self.covariance[index][index])
 

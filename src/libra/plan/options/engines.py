@@ -205,7 +205,9 @@ def _batch_prices(
     factors: BatchFactors,
     recalls: float,
 ) -> dict[str, Any]:
-    """The prices of an option by one timing: work, caches and the longest trajectory."""
+    """Prices of an option from one timing of its engines, by class: work, refills, and seconds of the longest
+    trajectory.
+    """
     batches = 1 + recipe.staleness  # in flight; a step can wait for the longest trajectory of each
     expected = [recipe.batch * cls.share for cls in classes]
     members = MemberSeconds.of(timing, classes).corrected(factors)

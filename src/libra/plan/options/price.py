@@ -208,8 +208,8 @@ class _Longest:
 def _longest(
     problem: Problem, bucket: Bucket, stays: Stays, begin: Stays, recall: Sequence[Sequence[float]]
 ) -> _Longest:
-    """The longest trajectories of the bucket's classes; in the first bucket also of longer classes, which only begin
-    there.
+    """The longest trajectories of the bucket's classes. In the first bucket, also the longest trajectories of longer
+    classes, which only begin there.
     """
     own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
     longer = [j for j, peak in enumerate(problem.peaks) if peak > bucket.up_to]
