@@ -38,7 +38,7 @@ DEFAULT_ROUTER = "cmlfq"
 
 
 def _router_of(framework: str | None) -> str:
-    """The default router of a request: its framework's."""
+    """The default router of a request: the router of its framework, or `cmlfq`."""
     return framework_named(framework).router or DEFAULT_ROUTER
 
 
@@ -226,9 +226,9 @@ class Recipe(Section):
         """Bytes per trained parameter.
 
         AdamW needs 16 in mixed precision: 2 for weights, 2 for gradients, 4 for the master copy, 8 for moments
-        (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1). It needs 16 in fp32, too (4, 4, 0, 8), and 12
-        with both moments in bf16. SGD without momentum needs 8. fp8 needs the bytes of bf16, plus the copies of weights
-        in both orientations that Transformer Engine keeps (`cache_weight`)."""
+        (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1). AdamW needs 16 in fp32, too (4, 4, 0, 8), and
+        12 with both moments in bf16. SGD without momentum needs 8. fp8 needs the bytes of bf16, plus the copies of
+        weights in both orientations that Transformer Engine keeps (`cache_weight`)."""
         compute = _BYTES[self.dtype]
         master = 0 if self.dtype == "fp32" else _BYTES["fp32"]
         copies = _FP8_COPIES if self.dtype == "fp8" else 0

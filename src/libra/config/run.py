@@ -50,8 +50,8 @@ class ModelConfig(Section):
 
 
 class WarmUpConfig(Section):
-    """Supervised steps on demonstrations, before reinforcement learning. 0 skips the warm-up, for a model that already
-    calls tools.
+    """Supervised steps on demonstrations, before reinforcement learning. 0 steps skip the warm-up, for a model that
+    already calls tools.
     """
 
     steps: int = Field(default=500, ge=0)

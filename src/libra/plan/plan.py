@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def surprise(self) -> float:
-        """Relative difference of the simulated step from the predicted one; 0 without a simulation."""
+        """Relative difference of the simulated step from the predicted step; 0 without a simulation."""
         return self.step / self.predicted.step - 1 if self.predicted.step > 0 else 0.0
 
     @property

@@ -59,7 +59,7 @@ def measured(steps: Sequence[float]) -> PeriodSeconds:
 
 
 def measured_mean(seconds: float, steps: float) -> PeriodSeconds:
-    """The mean seconds of `steps` steps with unknown individual seconds."""
+    """The mean seconds of `steps` steps whose individual seconds are unknown."""
     return PeriodSeconds(seconds, _STEP_SPREAD * seconds / math.sqrt(steps))
 
 

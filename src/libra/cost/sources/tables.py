@@ -250,7 +250,7 @@ def _rows(seconds: Array) -> tuple[tuple[float, ...], ...]:
 
 
 def _configuration(model: ModelSpec) -> dict[str, object]:
-    """The config.json that describes the model to the tables. Raises `NoTablesError` if it cannot."""
+    """The config.json that describes the model to the tables. Raises `NoTablesError` if no config.json can."""
     if model.latent:
         raise NoTablesError(f"{model.name} has latent attention, which the tables cover for few models only")
     attention, experts = model.plain_attention, model.experts

@@ -95,7 +95,7 @@ class Relief:
 
 @dataclass(frozen=True, slots=True)
 class SmallerCluster:
-    """The best plan for fewer nodes; `step` and `seconds` are None if there is none."""
+    """The best plan for fewer nodes; `step` and `seconds` are None if no plan exists."""
 
     nodes: tuple[tuple[str, int, int], ...]  # class, nodes left, nodes before
     devices: int  # given back

@@ -111,7 +111,7 @@ class _Search:
         return found, disproven
 
     def is_answer(self, allocation: Allocation) -> bool:
-        """Whether the allocation fits, and contains no excluded one."""
+        """Whether the allocation fits, and contains no excluded allocation."""
         return infeasibility(self._problem, allocation) is None and not any(
             contains(self._problem, allocation, excluded) for excluded in self._excluding
         )

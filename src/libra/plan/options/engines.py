@@ -135,8 +135,8 @@ def shape_options(
     slowed: float = 1.0,
     recalls: float = 0.0,
 ) -> list[EngineOption]:
-    """Options of engines with `kv` tokens of KV memory and contexts of up to `holds` tokens. All their times are
-    multiplied by `slowed`, and `recalls` per second lose the contexts of all trajectories in flight."""
+    """Options of engines with `kv` tokens of KV memory and contexts of up to `holds` tokens. All times of
+    the engines are multiplied by `slowed`, and `recalls` per second lose the contexts of all trajectories in flight."""
     served = [cls for cls in classes if cls.peak_context <= holds]
     running = running_batch(served, overlapping=recipe.staleness > 0)
     engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds, running)

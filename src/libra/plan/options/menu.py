@@ -73,7 +73,7 @@ class LendingPool(Protocol):
 
 
 class BorrowedEngine(Protocol):
-    """A rollout engine on the devices of a serving one."""
+    """A rollout engine on the devices of a serving engine."""
 
     @property
     def lender(self) -> LendingPool: ...
