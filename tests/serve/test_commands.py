@@ -311,4 +311,7 @@ def test_a_page_or_a_collector_that_cannot_be_is_refused_in_one_line() -> None:
         for option, (value, says) in refused.items():
             command = [*LIBRA, "route", "--engine", "http://127.0.0.1:9", "--port", "0", option, value]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and says in done.stderr
+            *before, last = done.stderr.splitlines()  # with a page, engines are checked first
+            assert done.returncode == 2 and says in last
+            assert all(line.startswith("engine engine-0 is out of service: /health") for line in before)
+            assert len(before) == (option == "--page")

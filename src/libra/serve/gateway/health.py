@@ -37,10 +37,14 @@ _models = msgspec.json.Decoder(_Models)
 
 
 class HealthMonitor:
-    """Checks the engines, and calls `mark_lost` with each engine that fails a check."""
+    """Checks the engines, and calls `mark_lost` with each engine that fails a check, and the problem."""
 
     def __init__(
-        self, config: GatewayConfig, upstreams: Upstreams, client: EngineClient, mark_lost: Callable[[Upstream], None]
+        self,
+        config: GatewayConfig,
+        upstreams: Upstreams,
+        client: EngineClient,
+        mark_lost: Callable[[Upstream, str], None],
     ) -> None:
         self._config, self._upstreams, self._client, self._mark_lost = config, upstreams, client, mark_lost
         self._loop = asyncio.get_running_loop()
@@ -109,13 +113,12 @@ class HealthMonitor:
             problem = f"/health: {error or type(error).__name__}"
         if problem is None and not engine.capacity_tokens:
             problem = await self._measure(engine)
-        engine.problem = problem
         if problem is not None:
-            self._mark_lost(engine)
+            self._mark_lost(engine, problem)
             return
         engine.last_byte = self._loop.time()
         if engine.last_byte >= engine.rests_until:
-            self._upstreams.mark(engine, healthy=True)
+            self._upstreams.mark_healthy(engine)
 
     async def _measure(self, engine: Upstream) -> str | None:
         """Query and set the engine's longest context. Returns the reason if it remains unknown, otherwise None."""

@@ -125,8 +125,8 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*kept, self._health.stop(), return_exceptions=True)
 
-    def _mark_lost(self, engine: Upstream) -> None:
-        if self.upstreams.mark(engine, healthy=False):
+    def _mark_lost(self, engine: Upstream, problem: str) -> None:
+        if self.upstreams.mark_lost(engine, problem):
             with told_policy_failure():
                 self._policy.instance_gone(engine.id)
 

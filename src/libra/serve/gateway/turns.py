@@ -30,7 +30,7 @@ from libra.serve.gateway.relay import Relayed, relay
 from libra.serve.gateway.sessions import Sessions, TurnSession
 from libra.serve.gateway.traced import passed_on
 from libra.serve.gateway.turn_bodies import with_field
-from libra.serve.gateway.upstreams import Attempt, Fault, TurnFailure, Upstream, Upstreams
+from libra.serve.gateway.upstreams import STRIKES, Attempt, Fault, TurnFailure, Upstream, Upstreams
 from libra.serve.gateway.watcher import UNCOUNTED, RoutedTurn, Watcher
 
 RETRY_AFTER = {"Retry-After": f"{RECHECK_SECONDS:.0f}"}
@@ -56,7 +56,7 @@ class Turns:
     counts: Counts
     health: HealthMonitor
     client: EngineClient
-    lost: Callable[[Upstream], None]  # called to take an engine out of service
+    mark_lost: Callable[[Upstream, str], None]  # called to take an engine out of service, with the problem
     watcher: Watcher
     guarded: bool  # whether the clients' Authorization header has the gateway's own token
 
@@ -194,8 +194,7 @@ class Turns:
         """Take an engine out of service if it is lost. Have its health checked if it answered with an error or is
         full."""
         if failure.fault is Fault.GONE:
-            engine.problem = failure.message
-            self.lost(engine)
+            self.mark_lost(engine, failure.message)
         elif failure.fault is not Fault.SILENT:
             self.health.doubt(engine)
 
@@ -205,7 +204,7 @@ class Turns:
         engine.served()
         for other in failing:
             if other.strike():
-                self.lost(other)
+                self.mark_lost(other, f"it failed {STRIKES} turns in sequence that other engines served")
 
     async def _place(self, turn: RoutedTurn, returned: ToolReturn | None, refusing: list[Upstream]) -> Placement:
         until = asyncio.get_running_loop().time() + self.config.wait_seconds

@@ -1,13 +1,14 @@
 """The engines behind the gateway, and their turns in flight.
 
 Invariant: an engine is in service from a passed health check until it fails a turn or a check, or leaves. An engine
-that fails `_STRIKES` turns which another engine then serves is out of service for `_REST_SECONDS`. Turns that wait for
+that fails `STRIKES` turns which another engine then serves is out of service for `_REST_SECONDS`. Turns that wait for
 an engine wake up whenever an engine returns to service or a turn ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -25,8 +26,9 @@ from libra.serve.gateway.config import UpstreamSection
 from libra.serve.gateway.engine_connections import EngineAddress
 from libra.serve.gateway.traced import sendable
 
-_STRIKES = 3  # consecutive turns that an engine fails with status 500 and another engine serves
+STRIKES = 3  # consecutive turns that an engine fails with status 500 and another engine serves
 _REST_SECONDS = 10.0  # out of service after these strikes
+_LOG = logging.getLogger(__name__)
 
 
 class Fault(Enum):
@@ -74,7 +76,7 @@ class Upstream(LiveServer):
         self.section = section
         self.address = EngineAddress.of(section.root)
         self.healthy = False
-        self.problem: str | None = None  # why the last check failed
+        self.problem: str | None = None  # why it is out of service; None also before the first check
         self.look = asyncio.Event()  # set to have its health checked soon
         self.turns = 0  # answered turns
         self.attempts: set[Attempt] = set()
@@ -94,9 +96,9 @@ class Upstream(LiveServer):
     def strike(self) -> bool:
         """Note that another engine served a turn that this one failed. Returns True if this one must leave service."""
         self._strikes += 1
-        if self._strikes < _STRIKES:
+        if self._strikes < STRIKES:
             return False
-        self._strikes = _STRIKES - 1  # after the rest, one more strike is enough
+        self._strikes = STRIKES - 1  # after the rest, one more strike is enough
         self.rests_until = asyncio.get_running_loop().time() + _REST_SECONDS
         return True
 
@@ -200,15 +202,26 @@ class Upstreams:
         del self.all[engine.id]
         self.refresh()
 
-    def mark(self, engine: Upstream, healthy: bool) -> bool:
-        """Put an engine in service, or take it out. Returns False if nothing changed."""
-        if engine.healthy == healthy:
+    def mark_healthy(self, engine: Upstream) -> None:
+        """Put an engine in service, if it is not."""
+        problem, engine.problem = engine.problem, None
+        if engine.healthy:
+            return
+        engine.healthy = True
+        engine.look.clear()
+        self.refresh()
+        if problem is not None:
+            _LOG.warning("engine %s is in service", engine.id)
+
+    def mark_lost(self, engine: Upstream, problem: str) -> bool:
+        """Take an engine out of service. Returns False if it was not in service."""
+        known, engine.problem = engine.problem, problem
+        if engine.healthy or known is None:
+            _LOG.warning("engine %s is out of service: %s", engine.id, problem)
+        if not engine.healthy:
             return False
-        engine.healthy = healthy
-        if healthy:
-            engine.look.clear()
-        else:
-            engine.look.set()
+        engine.healthy = False
+        engine.look.set()
         self.refresh()
         return True
 

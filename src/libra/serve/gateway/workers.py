@@ -45,7 +45,7 @@ class Workers:
     upstreams: Upstreams
     health: HealthMonitor
     allowed: AllowedHosts
-    lost: Callable[[Upstream], None]
+    mark_lost: Callable[[Upstream, str], None]
 
     def routes(self) -> Iterator[web.RouteDef]:
         yield web.get("/workers", self.all)
@@ -110,7 +110,7 @@ class Workers:
         section = self._section(asked)
         known = self._found(section.url)
         if known is not None:
-            self.lost(known)
+            self.mark_lost(known, "it joins again, so it was restarted")
             await self.health.check(known)
             return known
         if section.name in self.upstreams.all:
@@ -155,7 +155,7 @@ class Workers:
         if engine is None:
             return f"there is no engine {url}"
         self.upstreams.leave(engine)
-        self.lost(engine)
+        self.mark_lost(engine, "it was removed")
         return f"engine {engine.section.root} leaves"
 
     def _named(self, url: str) -> Upstream:
