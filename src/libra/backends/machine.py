@@ -58,8 +58,8 @@ class Choice:
 
 
 def choose(asked: Literal["auto"] | Chosen, devices: Sequence[Bf16Speed]) -> Choice:
-    """The number format of a run. `auto` takes bf16 if the slowest device is fast in it; other requests are
-    followed."""
+    """The number format of a run. `auto` chooses bf16 if the slowest device computes fast in bf16, otherwise fp32;
+    another value of `asked` is used as it is."""
     slowest = max(devices, key=lambda device: (not device.fast, device.relative_seconds or 0.0))
     best: Chosen = "bf16" if slowest.fast else "fp32"
     where = "here" if len(devices) == 1 else f"on the slowest of {len(devices)} nodes"

@@ -178,8 +178,8 @@ class Engine(Protocol):
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds spent in iterations since it started, as of its last report. The next four are as of that report,
-        too."""
+        """Seconds spent in iterations since the engine started. This counter and the four below are as of the engine's
+        last report."""
         ...
 
     @property

@@ -39,7 +39,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _Commands(TyperGroup):
-    """A group whose commands end with one line after an interruption or wrong arguments; Typer prints none, or five."""
+    """A group whose commands end with one line after an interruption or wrong arguments. Typer prints none, or five."""
 
     def main(self, *args: Any, **keywords: Any) -> Any:
         alone = keywords.get("standalone_mode", True)

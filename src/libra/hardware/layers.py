@@ -114,7 +114,7 @@ class LayerKind:
         return () if self.mixer is None else self.mixer.kept(tp)
 
     def kv_bytes(self, context: float, number: float, tp: int = 1) -> float:
-        """Bytes of a sequence of `context` tokens on one of `tp` devices. A number of KV has `number` bytes."""
+        """Bytes of a sequence of `context` tokens on one of `tp` devices. One number of KV takes `number` bytes."""
         return sum(part.bytes(context, number) for part in self.kept(tp))
 
     def key_flops(self, mean: float) -> float:

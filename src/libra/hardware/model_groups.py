@@ -11,8 +11,8 @@ from libra.hardware.model import ModelSpec
 
 
 def kv_layers(model: ModelSpec, number: float, tp: int = 1) -> list[KVLayer]:
-    """Caches of all layers on one of `tp` devices, in order. A number of KV has `number` bytes. A layer with an indexer
-    has two caches, as in vLLM.
+    """Caches of all layers on one of `tp` devices, in order. One number of KV takes `number` bytes. A layer with an
+    indexer has two caches, as in vLLM.
     """
     kinds = [tuple(_cache(kind, part, number, tp) for part in kind.kept(tp)) for kind in model.kinds]
     return [cache for index in model.order for cache in kinds[index]]

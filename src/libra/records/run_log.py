@@ -69,7 +69,9 @@ def read_run(directory: Path) -> RunLog:
     summary = parse_record(RunSummary, read_input(summary_path), f"{summary_path}") if summary_path.exists() else None
     config = _read_json(config_path) if config_path.exists() else None
     if not (steps or events or summary or config):
-        raise FileNotFoundError(f"{directory}: no run: none of config.json, metrics.jsonl, events.jsonl is there")
+        raise FileNotFoundError(
+            f"{directory}: not the directory of a run: it has no config.json, metrics.jsonl or events.jsonl"
+        )
     return RunLog(
         name=summary.name if summary else directory.resolve().name,
         config=config,

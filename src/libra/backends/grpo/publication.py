@@ -104,8 +104,8 @@ class Publication(Protocol):
         """Whether the state is whole. Waits some hundredths of a second for a change to end."""
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
-        """Fill three vectors with the state. Returns None if it changed meanwhile, so that they are of several
-        states."""
+        """Fill three vectors with the state. Returns None if the state changed meanwhile: the vectors then contain
+        parts of several states."""
 
     def copy_update(self, number: int, into: Vector) -> Update | None:
         """Fill a flat gradient with the update to state `number`. Returns None if the update does not exist yet. Raises

@@ -61,9 +61,9 @@ def start_order(
     cores: tuple[int, ...] | None = None,
     hashed: bool = False,
 ) -> StartTrainer:
-    """The order to the worker at `link` to train this model. `share` is that of its slot's core, or of its GPU;
-    `precision` is the chosen one; `cores` are None for those of its slot. `hashed`: whether a GPU may seal weights with
-    its own hash, which replaces the CRC of all bytes."""
+    """The order to the worker at `link` to train this model. `share` is the share of the slot's core or of the GPU.
+    `precision` is the run's number format. Without `cores`, the worker uses the cores of its slot. `hashed`: whether a
+    GPU may seal weights with its own hash, which replaces the CRC of all bytes."""
     on_cpu = link.device == CPU
     return StartTrainer(
         model_directory=str(model),

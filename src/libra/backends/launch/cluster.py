@@ -185,8 +185,8 @@ class ClusterLauncher:
         await self._once(weights, write, lambda: self._copy(weights, size, source.node, target.node))
 
     async def _copy(self, weights: LoadWeights, size: int, source: str, target: str) -> None:
-        """Copy only the changes since the node's own version, if that is the chosen way and works; otherwise
-        everything."""
+        """Copy only the changes since the version on the target, if the current choice is `delta` and this succeeds;
+        otherwise copy all weights."""
         base = self._held.pop(target, None)  # the copy overwrites it, or makes it older than the newest
         if base is not None and base.buffer != weights.buffer and self._way == "delta":
             try:

@@ -206,7 +206,7 @@ class ForkServer:
             return
         self._closed = True
         if self._process.poll() is None:
-            self._process.kill()  # its workers die with it
+            self._process.kill()  # its workers end with it
             self._process.wait()
         self._control.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -340,8 +340,9 @@ def _import_everything(kind: DeviceKind) -> None:
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
 
-    # vLLM inspects a model that is registered only by name in a separate process, for every engine until one has kept
-    # the result. That takes as long as importing vLLM, and the process outlives a worker that is killed meanwhile.
+    # vLLM inspects a model that is registered only by name in a separate process. It does so for every engine until
+    # one engine has stored the result. That takes as long as importing vLLM, and the process outlives a worker that is
+    # killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
     ModelRegistry.register_model("LlamaForCausalLM", vllm.model_executor.models.llama.LlamaForCausalLM)
 

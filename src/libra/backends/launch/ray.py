@@ -43,8 +43,8 @@ class _NodeActor(ClusterNode):
         super().__init__(ray.util.get_node_ip_address(), Path(logs), name, devices)
 
     async def read_apart(self, order: LoadWeights, size: int, base: LoadWeights | None) -> tuple[None, Any]:
-        """Return None once the weights are whole, and the weights. These are two Ray objects, so that waiting for the
-        first does not move the second."""
+        """Return None and the weights, as two Ray objects: a caller can wait for None, which is there once the weights
+        are whole, without moving the weights."""
         return None, await self.read(order, size, base)
 
 

@@ -150,8 +150,8 @@ class WeightBuffer:
     def write(
         self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor], *, hashed: bool = False
     ) -> int:
-        """Store the weights in the types of the layout, one at a time in its order. Returns their checksum: CRC-32, or
-        with `hashed` a hash from the weights' device, which also seals the buffer."""
+        """Store the weights, one tensor at a time, in the types and the order of the layout. Returns their checksum:
+        CRC-32, or with `hashed` a hash from the weights' device, which also seals the buffer."""
         seal = self._seals[buffer : buffer + 1]
         seal["sealed"] = 0  # first, since the write may be interrupted
         checksum = 0

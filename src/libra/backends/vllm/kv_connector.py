@@ -45,7 +45,7 @@ _TRANSFER = "libra_transfer"
 
 
 def transfer_config(place: KVBufferPlace) -> KVTransferConfig:
-    """Configuration with which vLLM finds this connector, and the connector its frames."""
+    """Configuration with which vLLM finds this connector, and this connector finds its frames."""
     return KVTransferConfig(
         kv_connector=FrameConnector.__name__,
         kv_connector_module_path=__name__,

@@ -75,7 +75,7 @@ def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], np
     gaps = np.frombuffer(raw, np.uint8, length)
     places = _places(gaps, count)
     if len(places) != count or gaps[-1] == _ESCAPE or places[-1] >= len(base):
-        raise DeltaError(f"a delta of {count} numbers has other places than in {len(base)} numbers")
+        raise DeltaError(f"a delta of {count} numbers has places that do not fit {len(base)} numbers")
     planes = np.frombuffer(raw, np.uint8, offset=length).reshape(base.itemsize, count)
     moved = np.empty((count, base.itemsize), np.uint8)
     moved[:] = planes.T
