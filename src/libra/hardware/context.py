@@ -47,8 +47,8 @@ class Reach:
         return limited
 
     def share(self, mean: float) -> float:
-        """Ratio of the keys that tokens see to the tokens before them, in sequences of 2 * `mean` tokens, where `mean`
-        tokens precede a token on average.
+        """Ratio of all keys that tokens see to all tokens before them, in a sequence of 2 * `mean` tokens. There, a
+        token has `mean` tokens before it on average.
         """
         if not self.tokens or mean <= 0:
             return 1.0

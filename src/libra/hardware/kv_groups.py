@@ -15,10 +15,10 @@ KVGroupKind = Literal["full", "window", "chunk", "state"]
 class KVGroup:
     """Layers with the same kind of cache.
 
-    The layers read the whole context (`full`), its last `tokens` tokens (`window`), the part of it in the current chunk
-    of `tokens` tokens (`chunk`), or a state that represents the context (`state`). A block holds `block_size` tokens of
-    every layer of the group. A block of a state group holds one state: with prefix caching, the state after the block's
-    last token.
+    `kind` tells what the layers read: `full`, the whole context; `window`, the last `tokens` tokens; `chunk`, the
+    tokens of the current chunk of `tokens` tokens; `state`, a state that represents the context. A block has
+    `block_size` tokens of every layer of the group. A block of a state group has one state: with prefix caching, the
+    state after the block's last token.
     """
 
     kind: KVGroupKind = "full"

@@ -23,8 +23,9 @@ from libra.hardware.stored_weights import WeightFormat
 class ModelSpec:
     """A decoder-only language model: the kinds of its layers, and the kind of each layer in order.
 
-    Raises `ValueError` for an impossible shape. It excludes layers that predict further tokens (DeepSeek-V3's MTP
-    module), since policy-gradient training does not run them, and the bias on expert scores, which no gradient trains.
+    Raises `ValueError` for an impossible shape. A `ModelSpec` excludes the layers that predict further tokens
+    (DeepSeek-V3's MTP module), since policy-gradient training does not run them. It also excludes the bias on expert
+    scores, which no gradient trains.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Attributes every second of every worker to a cause.
 
-Invariant: the causes of a worker add up to its seconds since its first role, in any order of events, and the seconds of
-a cause never decrease. This is pure: the caller reports events with their times, on any clock that never goes back.
-Some durations are known only at their end: the parts of a step, and an engine's pause for weights. No sum includes
-their seconds before that.
+Invariant: the causes of a worker add up to its seconds since its first role, in any order of events. The seconds of a
+cause never decrease. This is pure: the caller reports events with their times, on any clock that never goes back. Some
+durations are known only at their end: the parts of a step, and an engine's pause for weights. No sum includes their
+seconds before that.
 """
 
 from __future__ import annotations

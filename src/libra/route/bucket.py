@@ -46,9 +46,9 @@ class Bucketed(StickyPolicy[_Live]):
     """Base of the rules that predict a final context once, before the first turn.
 
     A turn goes to the bucket of the predicted final context, or of the attained context if that is longer. So a
-    trajectory keeps its bucket until its context exceeds the limit, possibly in the middle of a turn, and then moves to
-    a longer bucket. With `sticky`, a turn goes to the instance of its bucket that has its prefix, if there is one.
-    Otherwise it goes to the least loaded instance.
+    trajectory keeps its bucket until its context exceeds the limit, which may happen in the middle of a turn. Then it
+    moves to a longer bucket. With `sticky`, a turn goes to the instance of its bucket that has its prefix, if there is
+    one. Otherwise it goes to the least loaded instance.
     """
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
@@ -104,8 +104,8 @@ def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | 
 
 
 class AttainedService(Bucketed):
-    """The `mlfq` policy: a trajectory starts in the shortest bucket for its prompt, and moves to the next bucket each
-    time its context exceeds the limit, also in the middle of a turn.
+    """The `mlfq` policy: a trajectory starts in the shortest bucket for its prompt. Each time its context exceeds the
+    limit, also in the middle of a turn, it moves to the next bucket.
     """
 
     NAME = "mlfq"

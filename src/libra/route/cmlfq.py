@@ -50,7 +50,7 @@ class CMLFQ(LivePolicy[_Live]):
     A bucket groups the engines that a plan made for a range of lengths. The policy does not enforce its limit. A
     trajectory goes to, and stays on, the instance that is expected to serve its remaining tokens soonest. The
     expectation uses the instances' reported seconds or, without a report, their loads. So long trajectories gather on
-    fast engines if these are worth a move, no turn goes to a more crowded bucket, and an idle bucket serves turns
+    fast engines if these are worth a move. No turn goes to a more crowded bucket, and an idle bucket serves turns
     planned for others. Before any trajectory has finished, a turn stays with its prefix, or goes to the least loaded
     instance with room for it.
 

@@ -170,9 +170,9 @@ def _shares(bins: Sequence[int]) -> Mapping[int, float]:
 def _mixture(weights: Sequence[float], fading: float = 1.0) -> Histogram:
     """Weight in the estimate of one unit of evidence of each context, in the order of `contexts_of`.
 
-    A context with count n takes the share n / (n + `SHRINKAGE`) of the weight that reaches it, so each unit of its
-    evidence gets 1 / (n + `SHRINKAGE`) of it. The rest of the weight goes to the more general contexts, in equal parts
-    if there are two. A count is an element of `weights` times `fading`.
+    A context with count n takes the share n / (n + `SHRINKAGE`) of the weight that reaches it. So each unit of its
+    evidence gets 1 / (n + `SHRINKAGE`) of this weight. The rest of the weight goes to the more general contexts, in
+    equal parts if there are two. A count is an element of `weights` times `fading`.
     """
     everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = weights
     of_prompt_two = 1 / (prompt_two * fading + SHRINKAGE)

@@ -195,16 +195,17 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     """The `cmlfq-published` policy.
 
     A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
-    in the causal tree, and it migrates when the mean and the P90 of the remaining tokens fit the same other bucket.
+    in the causal tree. It migrates when the mean and the P90 of its remaining tokens fit the same other bucket.
 
     The rule assigns buckets by the remainder, while the limits of a fleet are final contexts. So a bucket's limit on
     the remainder is its limit minus the mean prompt of the finished trajectories. At the start of a trajectory, the
-    final context is the prompt plus the remainder, so both limits lead to the same bucket for an average prompt. The
+    final context is the prompt plus the remainder. So both limits lead to the same bucket for an average prompt. The
     last bucket also takes longer trajectories.
 
     An instance is eligible if it has room for the context and one more turn. If the bucket has no eligible instance,
-    the next longer bucket with an eligible instance serves the turn, or if there is none, the next shorter one. Within
-    a bucket, the turn goes to the instance with its prefix, otherwise to the least loaded, ties by id.
+    the next longer bucket with an eligible instance serves the turn. If all longer buckets lack such an instance, the
+    nearest shorter bucket with an eligible instance serves the turn. Within a bucket, the turn goes to the instance
+    with its prefix, otherwise to the least loaded, ties by id.
     """
 
     NAME = "cmlfq-published"

@@ -72,10 +72,10 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: flo
     There is an offer for each class of each bucket, one for lent instances, and one for the instance `prefix_at` if it
     is present and has room for the tokens; ties by id. O(instances), unless the fleet is indexed (`loads_of`).
 
-    An instance reports its seconds for all accepted work. Without a report, it is assumed to need `TOKEN_SECONDS` at
-    the mean load of these instances, half of that when idle, and half more for each further mean load. A turn's wait
-    for its prompt is divided among its tokens, `turn_tokens` on average; if 0, they are unknown, and the wait does not
-    count.
+    An instance reports its seconds for all accepted work. An instance without a report is assumed to need
+    `TOKEN_SECONDS` at the mean load of these instances. When idle it is assumed to need half of that, and for each
+    further mean load half more. A turn's wait for its prompt is divided among its tokens, `turn_tokens` on average. If
+    `turn_tokens` is 0, the number is unknown, and the wait does not count.
 
     The limit of a bucket is not enforced: an instance serves any context that fits into its memory. A turn that exceeds
     the limit leaves the bucket only if another instance is expected to serve it sooner. If every such turn had to

@@ -37,8 +37,9 @@ _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 @dataclass(frozen=True, slots=True)
 class Patience:
     """Time limits after which a replica counts as lost. Replicas have nearly equal work. So a replica hangs if it needs
-    `factor` times as long as another, plus `floor` seconds, by which a loaded operating system may delay a healthy
-    process. Too short limits lose a healthy replica; too long limits only prolong the wait for a broken one."""
+    more than `factor` times as long as another, plus `floor` seconds. A loaded operating system may delay a healthy
+    process by `floor`. Too short limits lose a healthy replica; too long limits only prolong the wait for a broken
+    one."""
 
     factor: float = 4.0
     floor: float = 10.0  # seconds

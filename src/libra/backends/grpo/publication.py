@@ -4,9 +4,8 @@ Invariant: a copy is whole or refused. Reading is one-way: the owner does not kn
 
 The state is under a sequence lock: the sequence is odd during a change and even while the state is whole, and a change
 adds two. State `number` is the result of the number-th change since the start. A replica that takes over another's
-state continues from its number, so that all processes of a replica have equal numbers, whichever states they copied
-before. The lock relies on the store order of x86. On a machine that reorders stores, the checksum of the parameters
-still shows a torn copy.
+state continues from the number of this state. So all processes of a replica have equal numbers. The lock relies on the
+store order of x86. On a machine that reorders stores, the checksum of the parameters still shows a torn copy.
 
 Updates lie in a ring of slots. A slot has the number of the state to which its gradient leads, but only while it holds
 exactly the optimiser's input: summed over all replicas, divided and clipped. The number is removed before anything is

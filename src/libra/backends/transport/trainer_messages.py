@@ -1,7 +1,7 @@
 """Messages between the controller and a training replica.
 
-Invariant: no message contains a tensor. Weights go through shared memory, gradients through a process group
-(`elastic.py`), and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
+Invariant: no message contains a tensor. Weights go through shared memory, and gradients through a process group
+(`elastic.py`). A joiner reads a core's state from its board (`publication.py`), or through a relay (`relay.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Sums = npt.NDArray[np.uint32]  # [chunks], CRC-32 of each
 
 class Grid(msgspec.Struct, frozen=True):
     """A division of weights into chunks. `size` is the size of the weights in bytes, `dtype` their type, and `layout`
-    the CRC-32 of their places, since the same bytes in another layout are other weights."""
+    the CRC-32 of their places. The same bytes in another layout are other weights."""
 
     size: int
     dtype: Dtype
