@@ -24,6 +24,10 @@ _QUIET = 0.05  # share of the machine that others may use while a benchmark meas
 T = TypeVar("T")
 
 
+class RefusedError(ValueError):
+    """Nothing can be measured with these options, or here. The message says why, and what to do."""
+
+
 def command_line(name: str, about: str | None, *, quick: str | None = None) -> argparse.ArgumentParser:
     """The parser of `python -m benchmarks.NAME`, with `--json`, and with `--quick` where its help is given. `about` is
     the module's docstring, whose first line says what the benchmark shows."""
@@ -38,9 +42,12 @@ def show(
     parser: argparse.ArgumentParser, rows: Callable[[argparse.Namespace], Iterable[Row]], *, judged: bool = False
 ) -> None:
     """Print and keep the rows of the options that this process was started with. A `judged` benchmark ends with status
-    1 where a goal is not met; another one leaves that to its rows."""
+    1 where a goal is not met; another one leaves that to its rows. Status 2: `rows` raised `RefusedError`."""
     options = parser.parse_args()
-    found = list(rows(options))
+    try:
+        found = list(rows(options))
+    except RefusedError as error:
+        parser.error(str(error))
     report(found, options.json)
     sys.exit(int(judged and any(row.met is False for row in found)))
 

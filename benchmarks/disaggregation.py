@@ -13,7 +13,6 @@ three with EAGLE, and accepts 1.7 of them in the mean; it serves the same reques
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -128,4 +127,4 @@ CASES = {
 
 
 if __name__ == "__main__":
-    sys.exit(main("disaggregation", __doc__))
+    main("disaggregation", __doc__)

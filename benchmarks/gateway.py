@@ -22,21 +22,22 @@ import asyncio
 import gc
 import random
 import resource
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import yaml
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
-from benchmarks.command import command_line
-from benchmarks.rows import Row, below, report
+from benchmarks.command import RefusedError, command_line, show
+from benchmarks.rows import Row, below
 from benchmarks.soak.attack.servers import LONGEST, Server, emulate, started
 
 MEDIAN_GOAL, P99_GOAL = 5.0, 25.0  # ms
@@ -75,44 +76,39 @@ class Load:
     failed: int = 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("gateway", __doc__, quick="few trajectories and short turns: a first look")
-    parser.add_argument("--trajectories", type=int, metavar="N", help="in flight")
-    options = parser.parse_args(arguments)
+def rows(options: Namespace) -> list[Row]:
     size = QUICK if options.quick else FULL
     size = size if options.trajectories is None else replace(size, trajectories=options.trajectories)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * size.trajectories + _OTHER_FILES  # the router has a socket on either side of each
     if needed > most:
-        parser.exit(
-            2,
-            f"{parser.prog}: {size.trajectories:,} trajectories need {needed:,} open files, and the limit is {most:,}:"
-            f" raise it (as root: ulimit -Hn {needed}; of a container: --ulimit nofile={needed}), or give"
-            f" --trajectories {(most - _OTHER_FILES) // 2}\n",
+        raise RefusedError(
+            f"{size.trajectories:,} trajectories need {needed:,} open files, and the limit is {most:,}: raise it (as"
+            f" root: ulimit -Hn {needed}; of a container: --ulimit nofile={needed}), or give --trajectories"
+            f" {(most - _OTHER_FILES) // 2}"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of the processes that are started
     gc.disable()  # pauses of the client would count as latency; it ends before it needs a collection
-    report(measured(size), options.json)
-    return 0
+    return measured(size)
 
 
 def measured(size: Size) -> list[Row]:
     case = f"{size.trajectories:,} trajectories, {size.engines} engines"
-    rows: list[Row] = []
+    found: list[Row] = []
     loads: dict[str, Load] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("direct", "through", "direct again"):
             load = loads[name] = _phase(Path(folder), size, name == "through")
-            rows += [Row(case, f"{name}: {metric}", value, unit) for metric, value, unit in _found(load)]
+            found += [Row(case, f"{name}: {metric}", value, unit) for metric, value, unit in _found(load)]
     direct, through, again = loads.values()
     for what, share, most in (("median", 0.5, MEDIAN_GOAL), ("P99", _TAIL, P99_GOAL)):
         beside = max(_quantile(direct.added, share), _quantile(again.added, share))
         adds = 1e3 * (_quantile(through.added, share) - beside)
-        rows.append(below(case, f"router adds, {what}", adds, "ms", most))
+        found.append(below(case, f"router adds, {what}", adds, "ms", most))
     turns, longest = _rate(through) / _rate(direct), max(it for load in loads.values() for _, it in _pauses(load))
     late = 1e3 * _quantile(through.late, _TAIL)
     return [
-        *rows,
+        *found,
         Row(case, "turns through the router, over those directly", turns, "", "0.95 or more", turns >= 0.95),
         below(case, "the client's event loop is late, P99", late, "ms", P99_GOAL / 2),
         below(case, "the client is busy", through.cpu["client"] / through.span, "of a core", 0.7),
@@ -147,7 +143,7 @@ def _rate(load: Load) -> float:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[int(share * (len(values) - 1))]
+    return float(np.quantile(values, share, method="lower"))
 
 
 def _phase(folder: Path, size: Size, through: bool) -> Load:
@@ -285,4 +281,6 @@ class _Client:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("gateway", __doc__, quick="few trajectories and short turns: a first look")
+    parser.add_argument("--trajectories", type=int, metavar="N", help="in flight")
+    show(parser, rows)

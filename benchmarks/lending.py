@@ -11,22 +11,22 @@ With `--cpu` the device is one core, and the models are tiny.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
-from benchmarks.command import command_line
+from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import shape_file
-from benchmarks.lending_engines import Engine, Mode, Phase, Setting, run
-from benchmarks.rows import Row, none, report
+from benchmarks.lending_engines import Mode, Phase, Setting, run
+from benchmarks.rows import Row, none, spread
 from libra.lend.gate import Slo
 
 _MODES: tuple[Mode, ...] = ("alone", "no gate", "serve first", "gate")
@@ -41,71 +41,60 @@ _QWEN3 = {
 Said = dict[str, dict[str, Any]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("lending", __doc__)
-    parser.add_argument("--cpu", action="store_true", help="two tiny models on one of this machine's cores")
-    parser.add_argument("--rates", default="4,12", help="requests a second (default: 4,12)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each way at each rate (default: 20)")
-    parser.add_argument("--asynchronous", action="store_true", help="the serving engine's steps overlap")
-    options = parser.parse_args(arguments)
-    try:
-        rates = [float(rate) for rate in options.rates.split(",")]
-    except ValueError:
-        parser.error(f"--rates {options.rates}: give numbers with commas between them, such as 4,12")
+def rows(options: Namespace) -> Iterator[Row]:
+    rates = options.rates
     if min(rates) <= 0 or options.seconds <= 0:
-        parser.error("--rates and --seconds are above 0")
-    hardware = _hardware(options.cpu)
-    if hardware is None:
-        print("benchmarks.lending: PyTorch sees no GPU here; run it where there is one, or with --cpu", file=sys.stderr)
-        return 2
+        raise RefusedError("--rates and --seconds are above 0")
+    print(f"{_hardware(options.cpu)}; {datetime.now(UTC):%Y-%m-%d}")
     # Before those that count lending is learnt for as long as one of them takes.
     phases = [
         Phase("gate", rates[0], options.seconds),
         *(Phase(mode, rate, options.seconds) for rate in rates for mode in _MODES),
     ]
     with tempfile.TemporaryDirectory() as name:
-        slo, setting = (_on_cpu if options.cpu else _on_gpu)(Path(name), options)
+        slo, setting = _setting(Path(name), options)
         said = run(setting, phases)[1:]
-    rows, alone = list[Row](), said[0]
+    alone = said[0]
     for phase, outcome in zip(phases[1:], said, strict=True):
         alone = outcome if phase.mode == "alone" else alone
-        rows += _rows(phase, outcome, alone, slo)
-    print(f"{hardware}; {datetime.now(UTC):%Y-%m-%d}")
-    report(rows, options.json)
-    return 0
+        yield from _rows(phase, outcome, alone, slo)
 
 
-def _hardware(cpu: bool) -> str | None:
+def _hardware(cpu: bool) -> str:
     import torch
 
     if cpu:
         return f"one of {os.cpu_count()} cores, PyTorch {torch.__version__}"
-    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}" if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        raise RefusedError("PyTorch sees no GPU here; run it where there is one, or with --cpu")
+    return f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
 
 
-def _on_gpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]:
+def _comma_separated(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+def _setting(directory: Path, options: Namespace) -> tuple[Slo, Setting]:
+    (_write_tiny if options.cpu else _write_shapes)(directory)
+    settings = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    asked = settings["cpu" if options.cpu else "gpu"]
+    slo = Slo(**asked.pop("slo"))
+    for name in _MODELS:
+        asked[name]["model"] = str(directory / name)
+    asked["serving"]["async_scheduling"] = options.asynchronous
+    core = max(os.sched_getaffinity(0)) if options.cpu else None
+    return slo, Setting(device=str(directory / "device"), pace=slo.pace(_USE), core=core, **asked)
+
+
+def _write_shapes(directory: Path) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, model in _MODELS.items():
         (directory / name).mkdir()
         shape = json.loads(shape_file(model).read_text(encoding="utf-8"))
         (directory / name / "config.json").write_text(json.dumps({**shape, **_QWEN3}), encoding="utf-8")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    slo = Slo(ttft=0.5, tpot=0.05)
-    return slo, Setting(
-        Engine(str(directory / "serving"), "bfloat16", False, 20 << 30, 8192, 128, 2048, options.asynchronous),
-        Engine(str(directory / "rollout"), "bfloat16", False, 16 << 30, 8192, 64, 512),
-        str(directory / "device"),
-        pace=slo.pace(_USE),
-        longest=0.05,
-        shortest=0.008,
-        turns=64,
-        prompt=(900, 6000),
-        output=(130, 1000),
-        turn_prompt=(64, 512),
-        turn_output=(128, 2048),
-    )
 
 
-def _on_cpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]:
+def _write_tiny(directory: Path) -> None:
     from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
     from libra.backends.tiny_model import write_tiny_model
     from libra.config.run import ModelConfig
@@ -114,42 +103,27 @@ def _on_cpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]
     for name in _MODELS:
         shape = ModelConfig(hidden_size=128, layers=3, heads=4, kv_heads=2, head_dim=32)
         write_tiny_model(directory / name, shape, "".join(map(chr, range(33, 127))), 512)
-    slo = Slo(ttft=0.5, tpot=0.1)
-    return slo, Setting(
-        Engine(str(directory / "serving"), "float32", True, 64 << 20, 512, 64, 128, options.asynchronous),
-        Engine(str(directory / "rollout"), "float32", True, 64 << 20, 512, 16, 128),
-        str(directory / "device"),
-        pace=slo.pace(_USE),
-        longest=0.025,
-        shortest=0.004,
-        turns=16,
-        prompt=(60, 200),
-        output=(30, 60),
-        turn_prompt=(10, 60),
-        turn_output=(20, 100),
-        core=max(os.sched_getaffinity(0)),
-    )
 
 
 def _rows(phase: Phase, said: Said, alone: Said, slo: Slo) -> Iterator[Row]:
     case, serving, rollout = f"{phase.rate:g} requests/s, {phase.mode}", said["serving"], said["rollout"]
     missed, before = _missed(serving, slo), _missed(alone["serving"], slo)
-    served = [(times[0] - arrival, times, output) for arrival, output, times in serving["requests"] if times]
+    served = [(times[0] - arrival, times) for arrival, _, times in serving["requests"] if times]
     yield Row(case, "requests", len(serving["requests"]), "")
-    yield from _tail(case, "TTFT", [ttft for ttft, _, _ in served], (50, 99))
-    yield from _tail(case, "TPOT", [(it[-1] - it[0]) / max(1, len(it) - 1) for _, it, _ in served], (50, 99))
+    yield from _tail(case, "TTFT", [ttft for ttft, _ in served], (0.5, 0.99))
+    yield from _tail(case, "TPOT", [(it[-1] - it[0]) / max(1, len(it) - 1) for _, it in served], (0.5, 0.99))
     yield Row(case, "misses", sum(missed.values()), "")
     blamed = sum(missed[arrival] and not before.get(arrival, True) for arrival in missed)
     yield (none if phase.mode == "gate" else Row)(case, "attributable misses", blamed, "")
-    yield from _tail(case, "serving step without its wait", [step[0] for step in serving["steps"]], (50, 99, 100))
-    yield from _tail(case, "wait for the token", serving["waits"], (50, 99, 100))
+    yield from _tail(case, "serving step without its wait", [step[0] for step in serving["steps"]])
+    yield from _tail(case, "wait for the token", serving["waits"])
     after, between = ([it[0] for it in serving["steps"] if it[1] is lent and it[2]] for lent in (True, False))
     if len(after) >= 20 and len(between) >= 20:
         switch = float(np.median(after) - np.median(between))
         yield Row(case, "a decode step after a grant takes longer by", 1e3 * switch, "ms")
     if phase.mode != "alone":
         yield Row(case, "rollout", rollout["tokens"] / phase.seconds, "tokens/s")
-        yield from _tail(case, "rollout step", rollout["steps"], (50, 99, 100))
+        yield from _tail(case, "rollout step", rollout["steps"])
     if phase.mode in ("serve first", "gate"):
         yield Row(case, "lent", rollout["lent"] / phase.seconds, "of the time")
         yield Row(case, "overstayed grants", rollout["overstayed"], "")
@@ -167,11 +141,14 @@ def _missed(serving: dict[str, Any], slo: Slo) -> dict[float, bool]:
     }
 
 
-def _tail(case: str, what: str, seconds: Sequence[float], ranks: Sequence[float]) -> Iterator[Row]:
-    for rank in ranks if seconds else ():
-        name = "largest" if rank == 100 else f"P{rank:g}"
-        yield Row(case, f"{what}, {name}", 1e3 * float(np.percentile(seconds, rank)), "ms")
+def _tail(case: str, what: str, seconds: Sequence[float], shares: Sequence[float] = (0.5, 0.99, 1.0)) -> Iterator[Row]:
+    return spread(case, what, [1e3 * it for it in seconds], "ms", shares)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("lending", __doc__)
+    parser.add_argument("--cpu", action="store_true", help="two tiny models on one of this machine's cores")
+    parser.add_argument("--rates", type=_comma_separated, default="4,12", help="requests a second (default: 4,12)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each way at each rate (default: 20)")
+    parser.add_argument("--asynchronous", action="store_true", help="the serving engine's steps overlap")
+    show(parser, rows)

@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,52 +26,11 @@ _START = 300.0  # seconds in which an engine has to start
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """Options of one of them."""
-
-    model: str
-    dtype: str
-    eager: bool
-    kv_bytes: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    asynchronous: bool = False
-
-    def make(self, scheduler: Any) -> Any:
-        """vLLM's `LLMEngine`, in this process."""
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        arguments = EngineArgs(
-            model=self.model,
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            seed=0,
-            max_model_len=self.max_model_len,
-            scheduler_cls=scheduler,
-            load_format="dummy",
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            gpu_memory_utilization=0.3,  # of which only that it is free is asked: the next line says how much
-            kv_cache_memory_bytes=self.kv_bytes,
-            dtype=self.dtype,
-            enforce_eager=self.eager,
-            async_scheduling=self.asynchronous,
-        )
-        return LLMEngine.from_engine_args(arguments)
-
-    @property
-    def vocabulary(self) -> int:
-        return int(json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"])
-
-
-@dataclass(frozen=True, slots=True)
 class Setting:
-    """Both engines and what they are asked for. Seconds and tokens."""
+    """Both engines, in vLLM's arguments, and what they are asked for. Seconds and tokens."""
 
-    serving: Engine
-    rollout: Engine
+    serving: Mapping[str, Any]
+    rollout: Mapping[str, Any]
     device: str  # file of its token
     pace: float  # tau
     longest: float  # of a grant
@@ -142,7 +101,7 @@ def _serve(pipe: Connection, setting: Setting) -> None:
 
     os.environ[DEVICE] = setting.device
     engine = _started(
-        setting, setting.serving, AsynchronousLending if setting.serving.asynchronous else SynchronousLending
+        setting, setting.serving, AsynchronousLending if setting.serving["async_scheduling"] else SynchronousLending
     )
     waits = _watched(engine.engine_core.engine_core.scheduler._token)
     for number, (phase, begin) in enumerate(_phases(pipe)):
@@ -182,7 +141,7 @@ def _roll(pipe: Connection, setting: Setting) -> None:
     from libra.lend.backend.device import device_here
     from libra.lend.backend.scheduler import BorrowingScheduler
 
-    most = setting.rollout.max_num_batched_tokens
+    most, ids = setting.rollout["max_num_batched_tokens"], _vocabulary(setting.rollout)
     engine = _Stepped(_started(setting, setting.rollout, BorrowingScheduler))
     token, device, rule = BorrowerToken(Path(setting.device), setting.pace), device_here(), _ChangingRule()
     # One for all phases: what it learns of steps in one is not lost for the next.
@@ -203,7 +162,7 @@ def _roll(pipe: Connection, setting: Setting) -> None:
             while len(engine.turns) < setting.turns:
                 made += 1
                 prompt, output = (int(random.integers(*it)) for it in (setting.turn_prompt, setting.turn_output))
-                engine.add(f"{number}-{made}", random.integers(4, setting.rollout.vocabulary, prompt).tolist(), output)
+                engine.add(f"{number}-{made}", random.integers(4, ids, prompt).tolist(), output)
             began = time.monotonic()
             if phase.mode == "no gate":
                 new: int | None = engine.bounded_step(most)
@@ -268,16 +227,32 @@ class _Stepped:
         self.turns.clear()
 
 
-def _started(setting: Setting, options: Engine, scheduler: Any) -> Any:
-    """An engine that has made its first steps, which set things up."""
+def _started(setting: Setting, options: Mapping[str, Any], scheduler: Any) -> Any:
+    """vLLM's `LLMEngine` in this process, after its first steps, which set things up."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
     if setting.core is not None:
         os.sched_setaffinity(0, {setting.core})
-    engine, vocabulary = options.make(scheduler), options.vocabulary
+    arguments = EngineArgs(
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        seed=0,
+        scheduler_cls=scheduler,
+        load_format="dummy",
+        gpu_memory_utilization=0.3,  # of which only that it is free is asked: the options say how much KV has
+        **{"async_scheduling": False, **options},
+    )
+    engine, vocabulary = LLMEngine.from_engine_args(arguments), _vocabulary(options)
     for number, tokens in enumerate((300, 5, 60)):
         _ask(engine, f"warm-{number}", [4 + index % (vocabulary - 4) for index in range(tokens)], 8)
     while engine.has_unfinished_requests():
         engine.step()
     return engine
+
+
+def _vocabulary(options: Mapping[str, Any]) -> int:
+    return int(json.loads((Path(options["model"]) / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
 
 def _ask(engine: Any, name: str, prompt: list[int], tokens: int) -> None:
@@ -304,7 +279,7 @@ def _draw(setting: Setting, phase: Phase) -> list[_Asked]:
             max(2, min(longest, round(median * random.lognormal(0.0, 0.8))))
             for median, longest in (setting.prompt, setting.output)
         ]
-        asked.append(_Asked(now, random.integers(4, setting.serving.vocabulary, lengths[0]).tolist(), lengths[1]))
+        asked.append(_Asked(now, random.integers(4, _vocabulary(setting.serving), lengths[0]).tolist(), lengths[1]))
     return asked
 
 

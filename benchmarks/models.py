@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -24,6 +23,7 @@ from benchmarks.rows import Row, never
 from libra.config.yaml_file import ConfigError
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from tests.oracles.transformers_class import made_parameters
 
 DATA = Path(__file__).parents[1] / "../shared/data/public/models"
 LARGEST = 0.005  # error of parameters, as a share
@@ -95,35 +95,6 @@ def read_folder(folder: Path, only: str = "", oracle: bool = False) -> Iterator[
             yield Read(name, family, None, str(error).partition(": ")[2])
             continue
         yield Read(name, family, model, made=made_parameters(data, name) if oracle else None)
-
-
-_NOT_MADE = "stepfun-ai--Step-3.7-Flash"  # flat files of a wrapped class, which Transformers' class does not take
-
-
-def made_parameters(data: dict[str, Any], name: str = "") -> int | None:
-    """Parameters of the model that Transformers makes of a configuration, on the meta device; None: it has no class."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    kind = data.get("model_type")
-    given = {key: value for key, value in data.items() if key not in ("quantization_config", "auto_map", "model_type")}
-    inner = given.get("text_config")
-    if isinstance(inner, dict):
-        given["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
-    if name.startswith(_NOT_MADE):
-        return None
-    try:
-        config = AutoConfig.for_model(kind, **given)
-    except (KeyError, ValueError):
-        return None
-    auto = AutoModelForImageTextToText if "vision_config" in data else AutoModelForCausalLM
-    if type(config) not in auto._model_mapping:
-        auto = AutoModelForCausalLM
-    if type(config) not in auto._model_mapping:
-        return None
-    with torch.device("meta"):
-        model = auto.from_config(config)
-    return sum(int(parameter.numel()) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def read_rows(title: str, found: list[Read]) -> Iterator[Row]:

@@ -14,6 +14,7 @@ one-size plan and the two fastest others also with four more. Two processes and 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,9 +22,9 @@ from multiprocessing import get_context
 from statistics import fmean
 from time import process_time
 
-from benchmarks.command import command_line
+from benchmarks.command import command_line, show
 from benchmarks.plan_check_questions import questions, rivals
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row
 from libra import Effort, Trajectory, choose_plan
 from libra.choose.intervals import mean_and_error
 from libra.choose.rehearsal import Rehearsals
@@ -76,13 +77,7 @@ class Verdict:
         return {name: its for name, its in self.simulated.items() if len(its) == seeds}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("plan_check", __doc__, quick="two questions, two seeds: a first look, not a verdict")
-    parser.add_argument(
-        "--promises", action="store_true", help="plan only: the promised step against the predicted one"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
-    options = parser.parse_args(arguments)
+def rows(options: Namespace) -> list[Row]:
     asked = list(questions())[: 2 if options.quick else None]
     seeds = 0 if options.promises else 2 if options.quick else _SEEDS
     with ProcessPoolExecutor(options.jobs, get_context("fork")) as pool:
@@ -91,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in pending:
             verdicts.append(one.result())
             print(verdicts[-1], file=sys.stderr, flush=True)
-    report(rows(verdicts), options.json)
-    return 0
+    return rows_of(verdicts)
 
 
 def check(index: int, router: str, seeds: int) -> Verdict:
@@ -139,7 +133,7 @@ def _steps(plans: Mapping[str, Plan], log: Sequence[Trajectory], router: str, se
     return {name: by_allocation[plan.allocation] for name, plan in plans.items()}
 
 
-def rows(verdicts: Sequence[Verdict]) -> list[Row]:
+def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
     """A row a question, then those with goals."""
     found = []
     for it in verdicts:
@@ -177,4 +171,7 @@ def _slower_than_one_size(verdict: Verdict) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("plan_check", __doc__, quick="two questions, two seeds: a first look, not a verdict")
+    parser.add_argument("--promises", action="store_true", help="plan only: the promised step over the predicted one")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    show(parser, rows)

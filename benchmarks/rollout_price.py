@@ -15,8 +15,9 @@ whole runs with staleness. The verdict on steps is the experiment `step-price` o
 from __future__ import annotations
 
 import math
+import random
 import re
-import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -26,31 +27,36 @@ from statistics import fmean, stdev
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.command import command_line
-from benchmarks.rollout_price_cases import (
-    FITTED,
-    TESTED,
-    Case,
-    logged_cases,
-    make_case,
-    plan_case,
-    roll_out,
-    simulate_steps,
-)
-from benchmarks.rows import Row, at_most, report
+from benchmarks.command import command_line, show
+from benchmarks.rows import Row, at_most
+from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 from libra.cost.grid import EngineProfile
-from libra.hardware.cluster import NodeClass
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model_file import load_model
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_options
 from libra.plan.options.price import bucket_prices, price
 from libra.plan.plan import Plan
 from libra.plan.problem import EngineOption, InfeasiblePlanError, Problem
+from libra.trajectory import Trajectory, read_trajectories, truncate
+from tests.oracles.random_clusters import (
+    FITTED,
+    TESTED,
+    Case,
+    Make,
+    make_case,
+    plan_case,
+    profiles_of,
+    roll_out,
+    simulate_steps,
+)
 
 Floats = NDArray[np.float64]
 
 TABLE = Path(__file__).parents[1] / "src/libra/cost/corrections.py"
+_LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
 MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent
 
 _CASES = 100
@@ -132,19 +138,14 @@ class Priced:
         return _sample(self.plan, self.problem, self.simulated)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("rollout_price", __doc__, quick="few cases: a first look, not a verdict")
-    parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
-    options = parser.parse_args(arguments)
+def rows(options: Namespace) -> list[Row]:
     if options.fit:
         factors = fit_factors(2 if options.quick else _FIT_SEEDS)
         write_table(factors, TABLE)
-        print(f"{TABLE}: {factors}")
-        return 0
+        return [Row(f"{TABLE}", part, value, "") for part, value in asdict(factors).items()]
     count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
     found = list(price_all(test_cases(count), batches))
-    report([*verdict_rows(found), *log_rows(batches)], options.json)
-    return 0
+    return [*verdict_rows(found), *log_rows(batches)]
 
 
 def test_cases(count: int) -> list[Case]:
@@ -213,6 +214,29 @@ def write_table(factors: BatchFactors, path: Path) -> None:
     if found != 1:
         raise ValueError(f"{path} defines BATCH {found} times; it must be once, from `BATCH = BatchFactors(` to `)`")
     path.write_text(text, encoding="utf-8")
+
+
+def logged_cases() -> list[Case]:
+    """48 A800 that roll out what recorded logs have, where these are at hand; a batch is drawn from a log."""
+    model = load_model("Qwen/Qwen3-14B")
+    nodes = NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, 25e9)
+    recipe = Recipe(batch=256, samples_per_prompt=8, max_length=32768, mode="sync")
+    cluster = Cluster((nodes,))
+    profiles = profiles_of(cluster, model, recipe)
+    return [
+        Case(path.stem, cluster, model, recipe, profiles, _drawn_from(path, recipe.max_length))
+        for path in sorted(_LOGS.glob("*.jsonl"))
+    ]
+
+
+def _drawn_from(path: Path, longest: int) -> Make:
+    log = [truncate(trajectory, longest) for trajectory in read_trajectories(path) if trajectory.finished]
+
+    def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
+        drawn = random.Random(number).choices(log, k=prompts * samples_per_prompt)
+        return tuple(replace(it, id=f"{it.id} {copy}") for copy, it in enumerate(drawn))
+
+    return make
 
 
 def _sample(plan: Plan, problem: Problem, seconds: float) -> Sample:
@@ -284,4 +308,6 @@ def _repeat_error(priced: Priced) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("rollout_price", __doc__, quick="few cases: a first look, not a verdict")
+    parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
+    show(parser, rows)

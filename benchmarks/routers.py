@@ -22,6 +22,7 @@ import socket
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,10 +35,10 @@ import msgspec
 import yaml
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
-from benchmarks.command import command_line
+from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.routing_plans import SEARCH, Question, batch_seconds, halves, question
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row
 from benchmarks.soak.attack.servers import answering, started, wait_until_healthy
 from libra.config.listeners import EMULATOR
 from libra.config.recipe import Recipe
@@ -59,14 +60,9 @@ _PROGRAM = Path(sys.executable).parent / "vllm-router"
 Times = tuple[float, float]  # seconds of the batch, and the mean of its trajectories
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line("routers", __doc__, quick="few trajectories: a first look")
-    parser.add_argument("--speed", type=float, default=2.0, metavar="N", help="of the engines' time (default: 2)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each router (default: 3)")
-    options = parser.parse_args(arguments)
+def rows(options: Namespace) -> Iterator[Row]:
     if not _PROGRAM.exists():
-        parser.error(f"{_PROGRAM} is not there: after make test-integrations, use build/hosts/router/bin/python")
-    rows: list[Row] = []
+        raise RefusedError(f"{_PROGRAM} is not there: after make test-integrations, use build/hosts/router/bin/python")
     for name, nodes, sizes, rivals in (("equal", 3, 1, (STICKY,)), ("mixed", 2, 3, (BARE, *RIVALS))):
         asked = _question(nodes, sizes)
         found: dict[str, list[Times]] = {router: [] for router in (SIMULATED, OURS, *rivals)}
@@ -74,9 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch = asked.batch(draw)[:: 8 if options.quick else 1]
             for router, times in found.items():
                 times.append(_played(asked, batch, router, options.speed))
-        rows += _rows(f"{name}, {asked.name}", found, EQUAL if name == "equal" else MIXED, whole=name == "equal")
-    report(rows, options.json)
-    return 0
+        most = EQUAL if name == "equal" else MIXED
+        yield from _rows(f"{name}, {asked.name}", found, most, whole=name == "equal")
 
 
 def _question(nodes: int, sizes: int) -> Question:
@@ -198,4 +193,7 @@ async def _trajectory(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = command_line("routers", __doc__, quick="few trajectories: a first look")
+    parser.add_argument("--speed", type=float, default=2.0, metavar="N", help="of the engines' time (default: 2)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each router (default: 3)")
+    show(parser, rows)

@@ -21,9 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command import command_line, show
-from benchmarks.evaluation.oracle import Oracle
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
-from benchmarks.rollout_price_cases import TESTED, make_case
 from benchmarks.rows import Row
 from libra import (
     Cluster,
@@ -43,6 +41,8 @@ from libra.cost.grid import EngineProfile
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import simulate_plan, teach
+from tests.oracles.oracle_policy import Oracle
+from tests.oracles.random_clusters import TESTED, make_case
 
 OURS, ORACLE, LEAST_LOADED = "cmlfq", "oracle", "least-loaded"
 MOST = 1.01  # of least-loaded's time that `OURS` may take

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.command import command_line, show
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_least, spread
 from libra.live.session_router import SessionRouter
 from libra.route.catalogue import policy_named
 from libra.route.policy import Fleet, InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
@@ -56,46 +56,28 @@ def rows(options: Namespace) -> Iterator[Row]:
         yield from found(tokens, 100 if options.quick else 1_000)
 
 
-def measured(name: str, seen: int, fleets: Sequence[int]) -> list[Row]:
+def measured(name: str, seen: int, fleets: Sequence[int]) -> Iterator[Row]:
     """Rows of one policy."""
-    policy = policy_named(name)
-    history = drawn(seen, seed=0)
-    began, turns = time.process_time(), 0
-    drawing = 0.0
-    while True:
-        before = time.process_time()
-        trajectory = next(history, None)
-        drawing += time.process_time() - before
-        if trajectory is None:
-            break
-        turns += len(trajectory.turns)
+    policy, learning, turns = policy_named(name), 0.0, 0
+    for trajectory in drawn(seen, seed=0):
+        began = time.process_time()
         policy.finished(trajectory)
-    learning = time.process_time() - began - drawing
+        learning += time.process_time() - began
+        turns += len(trajectory.turns)
     case = f"{name}, {seen:,} trajectories seen"
-    rows = [
-        Row(case, "learning from a trajectory, mean", 1e6 * learning / seen, "us"),
-        Row(case, "the same, for each turn", 1e6 * learning / turns, "us"),
-    ]
+    yield Row(case, "learning from a trajectory, mean", 1e6 * learning / seen, "us")
+    yield Row(case, "the same, for each turn", 1e6 * learning / turns, "us")
     for instances in fleets:
-        taken = np.array(list(decisions(policy, view(instances), drawn(_ASKED, seed=1))))
-        typical = float(np.median(taken))
-        met = (f"below {GOAL_MICROSECONDS:g} us", typical < GOAL_MICROSECONDS) if instances == 10 else (None, None)
-        rows.append(Row(case, f"decision, {instances:,} instances, median", typical, "us", *met))
-        rows.append(Row(case, f"decision, {instances:,} instances, P99", float(np.quantile(taken, 0.99)), "us"))
+        taken = decisions(policy, view(instances), drawn(_ASKED, seed=1))
+        goal = GOAL_MICROSECONDS if instances == 10 else None
+        yield from spread(case, f"decision, {instances:,} instances", taken, "us", median=goal)
     few, many = (at_gateway(policy, instances) for instances in _GATEWAY_ENGINES)
-    rows += [
-        Row(case, f"decision at a gateway, {instances} engines, median", typical, "us")
-        for instances, typical in zip(_GATEWAY_ENGINES, (few, many), strict=True)
-    ]
-    taken = np.array(list(in_trainer(policy, _GATEWAY_ENGINES[-1])))
-    slow = float(np.quantile(taken, 0.99))
-    where = f"decision in a trainer, {_GATEWAY_ENGINES[-1]} servers"
-    return [
-        *rows,
-        Row(case, "the second over the first", many / few, ""),
-        Row(case, f"{where}, median", float(np.median(taken)), "us"),
-        Row(case, f"{where}, P99", slow, "us", *_at_most(slow, TRAINER_MICROSECONDS)),
-    ]
+    for instances, typical in zip(_GATEWAY_ENGINES, (few, many), strict=True):
+        yield Row(case, f"decision at a gateway, {instances} engines, median", typical, "us")
+    yield Row(case, "the second over the first", many / few, "")
+    servers = _GATEWAY_ENGINES[-1]
+    taken = in_trainer(policy, servers)
+    yield from spread(case, f"decision in a trainer, {servers} servers", taken, "us", p99=TRAINER_MICROSECONDS)
 
 
 def at_gateway(policy: Policy, instances: int) -> float:
@@ -113,7 +95,7 @@ def at_gateway(policy: Policy, instances: int) -> float:
     engines = list(upstreams.all.values())
     for engine in engines:
         engine.load_tokens = int(random.integers(10_000, 400_000))
-        upstreams.mark(engine, healthy=True)
+        upstreams.mark_healthy(engine)
 
     def placed(placement: Placement | None) -> None:
         if placement is not None:
@@ -145,7 +127,7 @@ def in_trainer(policy: Policy, servers: int) -> Iterator[float]:
         router.forget(id)
 
 
-def found(tokens: int, sessions: int) -> list[Row]:
+def found(tokens: int, sessions: int) -> Iterator[Row]:
     """Rows of sessions without a name whose prompts begin with `tokens` tokens."""
     random = np.random.default_rng(3)
     system = random.integers(150_000, size=tokens).tolist()
@@ -168,16 +150,9 @@ def found(tokens: int, sessions: int) -> list[Row]:
             names[number] = name or f"{number} from {turn}"
             tails[number] = [*tails[number], *answer, *random.integers(150_000, size=_RETURNED).tolist()]
     case = f"{sessions:,} sessions without a name, prompts from {tokens:,} tokens"
-    share, typical = right / (sessions * (_FOUND_TURNS - 1)), float(np.median(taken))
-    return [
-        Row(case, "later turns that find their session", share, "", "0.99 or more", share >= 0.99),
-        Row(case, "added to a turn, median", typical, "us", *_at_most(typical, ADDED_MICROSECONDS)),
-        Row(case, "added to a turn, P99", float(np.quantile(taken, 0.99)), "us"),
-    ]
-
-
-def _at_most(value: float, most: float) -> tuple[str, bool]:
-    return f"{most:g} us or less", value <= most
+    share = right / (sessions * (_FOUND_TURNS - 1))
+    yield at_least(case, "later turns that find their session", share, "", 0.99)
+    yield from spread(case, "added to a turn", taken, "us", median=ADDED_MICROSECONDS)
 
 
 def decisions(

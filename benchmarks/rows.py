@@ -7,10 +7,11 @@ met or not; a row without a goal promises nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -48,6 +49,23 @@ def at_least(case: str, metric: str, value: float, unit: str, limit: float | Non
 
 def below(case: str, metric: str, value: float, unit: str, limit: float | None) -> Row:
     return _judged(case, metric, value, unit, limit, "below", limit is not None and value < limit)
+
+
+def spread(
+    case: str,
+    metric: str,
+    values: Iterable[float],
+    unit: str,
+    shares: Sequence[float] = (0.5, 0.99),
+    *,
+    median: float | None = None,
+    p99: float | None = None,
+) -> Iterator[Row]:
+    """Rows of quantiles of the values, with the most that the median and the 99th percentile may be."""
+    found = list(values)
+    for share in shares if found else ():
+        name, most = {0.5: ("median", median), 0.99: ("P99", p99), 1.0: ("largest", None)}[share]
+        yield at_most(case, f"{metric}, {name}", float(np.quantile(found, share)), unit, most)
 
 
 def none(case: str, metric: str, value: float, unit: str = "") -> Row:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -25,8 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from statistics import median
 
-from benchmarks.command import apart, command_line, peak_mib
-from benchmarks.rows import Row, at_most, below, report
+from benchmarks.command import apart, command_line, peak_mib, show
+from benchmarks.rows import Row, at_most, below
 from libra import EngineConfig, EngineSpec, Replay, load_model
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.sources.roofline import roofline
@@ -239,7 +240,7 @@ def loop_seconds() -> float:
     return time.process_time() - started
 
 
-def rows(name: str, case: Case, runs: list[Figures], others: dict[str, float]) -> Iterator[Row]:
+def rows_of(name: str, case: Case, runs: list[Figures], others: dict[str, float]) -> Iterator[Row]:
     """`others`: CPU time of other cases."""
     first, typical = runs[0], median(run.cpu_seconds for run in runs)
     if str(cluster_module.__file__).endswith(".so"):
@@ -264,14 +265,9 @@ def rows(name: str, case: Case, runs: list[Figures], others: dict[str, float]) -
     yield Row(name, "simulated time", first.simulated_seconds, "s")
 
 
-def main(module: str = "simulation", about: str | None = __doc__) -> int:
-    cases = cases_of(module)
-    parser = command_line(module, about, quick="each case once, and not the largest ones")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each case (3 of those over 10 s)")
-    parser.add_argument("--case", choices=cases, metavar="NAME", help="only this one")
-    asked = parser.parse_args()
-    found, seconds = list[Row](), dict[str, float]()
-    for name, case in cases.items():
+def rows(module: str, asked: Namespace) -> Iterator[Row]:
+    seconds = dict[str, float]()
+    for name, case in cases_of(module).items():
         if asked.case not in (None, name) or (asked.quick and "1,000,000" in name):
             continue
         runs = [apart(measure, module, name)]
@@ -279,10 +275,16 @@ def main(module: str = "simulation", about: str | None = __doc__) -> int:
             runs.append(apart(measure, module, name))
         seconds[name] = median(run.cpu_seconds for run in runs)
         print(f"{name}: {seconds[name]:.3f} s", file=sys.stderr)
-        found += rows(name, case, runs, seconds)
-    report(found, asked.json)
-    return 0
+        yield from rows_of(name, case, runs, seconds)
+
+
+def main(module: str, about: str | None) -> None:
+    """The command of the module, whose `CASES` are measured."""
+    parser = command_line(module, about, quick="each case once, and not the largest ones")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each case (3 of those over 10 s)")
+    parser.add_argument("--case", choices=cases_of(module), metavar="NAME", help="only this one")
+    show(parser, partial(rows, module))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("simulation", __doc__)

@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNNING = ROOT / "docs" / "running.md"
 PLANNING = ROOT / "docs" / "planning.md"
 SIMULATION = ROOT / "docs" / "simulation.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -140,6 +141,24 @@ def _is_section(kind: Any) -> bool:
 def test_tests_that_are_named_exist(page: Path) -> None:
     for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text(encoding="utf-8")):
         assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
+def test_the_functions_of_the_walks_exist() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").partition("\n### A request through")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", section)
+    assert len(named) > 20
+    for file, name in named:
+        assert name in set(_defined(ast.parse((ROOT / "src/libra" / file).read_bytes()))), f"{file}:{name}"
+
+
+def _defined(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """Names of a module's functions and classes, and of their methods as `Class.method`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.ClassDef):
+            yield node.name
+            yield from (f"{node.name}.{method}" for method in _defined(node))
 
 
 def test_the_yaml_keys_are_those_of_the_configuration() -> None:

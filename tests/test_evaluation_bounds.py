@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from benchmarks.evaluation.oracle import Foresight, Foretold
+from benchmarks.evaluation.foresight import Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from libra.route.baselines import LeastLoaded
 from libra.sim.training_run.loop import simulate_posttraining

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import libra
 from benchmarks.evaluation.digest import digest, imported, versions
 
 FILES = {
@@ -27,11 +26,10 @@ FILES = {
 }
 
 
-def _write(folder: Path) -> Path:
+def _write(folder: Path) -> None:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -47,8 +45,10 @@ def _write(folder: Path) -> Path:
         ("pack", ["pack"]),
     ],
 )
-def test_imports_are_followed(tmp_path: Path, module: str, reached: list[str]) -> None:
-    found = imported(module, {"pack": _write(tmp_path / "pack")})
+def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, reached: list[str]) -> None:
+    _write(tmp_path / "pack")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = imported(module, ("pack",))
     assert sorted(found) == reached
     assert all(path.is_file() for path in found.values())
 
@@ -67,9 +67,11 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["elsewhere.module", "pack.missing"])
-def test_a_module_of_no_package_is_refused(tmp_path: Path, module: str) -> None:
+def test_a_module_of_no_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    _write(tmp_path / "pack")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=f"there is no module {module} in pack"):
-        imported(module, {"pack": _write(tmp_path / "pack")})
+        imported(module, ("pack",))
 
 
 def test_nothing_that_python_imports_is_missed() -> None:
@@ -78,7 +80,7 @@ def test_nothing_that_python_imports_is_missed() -> None:
         "import sys, libra.plan.options.layouts; print(*(name for name in sys.modules if name.startswith('libra')))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    found = set(imported("libra.plan.options.layouts", {"libra": Path(libra.__file__).parent}))
+    found = set(imported("libra.plan.options.layouts", ("libra",)))
     assert len(loaded) > 15
     assert set(loaded) <= found
 
@@ -100,7 +102,10 @@ def test_reached_is_the_closure_of_the_imports(
         if name in imports and name not in reached:
             reached.add(name)
             left += imports[name]
-    assert set(imported(f"pack.{start}", {"pack": folder})) == {"pack", *(f"pack.{name}" for name in reached)}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(folder.parent)
+        found = imported(f"pack.{start}", ("pack",))
+    assert set(found) == {"pack", *(f"pack.{name}" for name in reached)}
 
 
 def test_versions_of_what_computes_are_told() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.evaluation.oracle import Oracle
 from libra.route.bucket import bucket_of
 from libra.route.policy import InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory, Turn
+from tests.oracles.oracle_policy import Oracle
 
 OK = ToolReturn("search", "ok", 5)
 LIMITS = (50, 200, 2_000)

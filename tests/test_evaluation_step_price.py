@@ -6,9 +6,10 @@ import pytest
 from oracles.evaluation_page import require_found, require_places
 
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.predicted_step import FIRST_SEED, step
 from benchmarks.evaluation.step_price import EXPERIMENT as STEP_PRICE
 from benchmarks.evaluation.step_price import STALENESS, error
-from benchmarks.rollout_price_cases import FIRST_SEED, FITTED, TESTED, step
+from tests.oracles.random_clusters import FITTED, TESTED
 
 
 def priced(cell: Cell, predicted: float, simulated: float, buckets: int = 1, experts: bool = False) -> Result:

@@ -12,9 +12,10 @@ from statistics import fmean
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.estimates import mean
 from benchmarks.evaluation.experiment import Column, Experiment, Found, Table, Value
+from benchmarks.evaluation.predicted_step import FIRST_SEED, step
 from benchmarks.evaluation.setting import shape_file
-from benchmarks.rollout_price_cases import FIRST_SEED, MODELS, TESTED, step
 from benchmarks.rows import Row
+from tests.oracles.random_clusters import MODELS, TESTED
 
 STALENESS = (0, 1, 4)
 MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent

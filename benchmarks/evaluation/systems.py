@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice, router
-from benchmarks.evaluation.oracle import Foreseeing, Foresight, Foretold, Oracle
+from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from libra import Effort, Plan, Planner, choose_plan, simulated_gain
 from libra.cost.device import SwitchCost
@@ -21,6 +21,7 @@ from libra.plan.decision import switch_cost
 from libra.plan.replanner import Rehearse, Replanner
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, Replanning, System
+from tests.oracles.oracle_policy import Oracle
 
 PERIOD = 5  # steps between two decisions
 # Simulated samples of a plan, at most, in a choice and in the trial of a change: two rounds of a race of six. With a

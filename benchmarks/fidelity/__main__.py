@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.command import command_line
-from benchmarks.rows import report
+from benchmarks.rows import Row, report
 from libra.hardware.cluster import GPUS
 
 SCHEDULES = (
@@ -27,7 +27,9 @@ SCHEDULES = (
     *("hybrid", "hybrid-async", "drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
     *("tiers", "tiers-async", "tiers-drafts"),
 )
+_GRAPHS = 10_000  # batches
 _SAID_EVERY = 100  # schedules
+_SHOWN = 10  # differences
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,29 +41,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedule-cases", type=int, metavar="N", help="random schedules (1000)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep what is fitted, a file for each engine")
     options = parser.parse_args(arguments)
-    if options.graphs:
-        from benchmarks.fidelity import graphs
-
-        rows = graphs.rows(graphs.GOAL)
-        report(rows, options.json)
-        return int(any(row.met is False for row in rows))
     if options.gpu_runs is not None:
         return _gpu_runs(options.gpu_runs, options.save, options.json)
-    cases = (60 if options.quick else 1000) if options.schedule_cases is None else options.schedule_cases
-    if cases < 1:
-        parser.error(f"--schedule-cases is {cases}; give 1 or more")
-    from benchmarks.fidelity import schedule
+    if options.graphs:
+        rows, differences = _graphs()
+    else:
+        cases = (60 if options.quick else 1000) if options.schedule_cases is None else options.schedule_cases
+        if cases < 1:
+            parser.error(f"--schedule-cases is {cases}; give 1 or more")
+        rows, differences = _schedules(options.schedule, cases)
+    report(rows, options.json)
+    for difference in differences[:_SHOWN]:
+        print(difference)
+    return int(bool(differences))
+
+
+def _graphs() -> tuple[list[Row], list[str]]:
+    from tests.oracles.fidelity.graphs import differences
+
+    found = differences(range(_GRAPHS))
+    equal = _GRAPHS - len(found)
+    return [Row("CUDA graphs", "kind and size the dispatcher's", equal, "", f"all of {_GRAPHS:,}", not found)], found
+
+
+def _schedules(kind: str, cases: int) -> tuple[list[Row], list[str]]:
+    from tests.oracles.fidelity.schedule import compare, summary
 
     began, compared = time.monotonic(), []
-    for done, case in enumerate(schedule.compare(range(cases), options.schedule)):
+    for done, one in enumerate(compare(range(cases), kind)):
         if done % _SAID_EVERY == 0:
             print(f"{time.monotonic() - began:5.0f} s  schedules: {done} of {cases}", flush=True)
-        compared.append(case)
-    found = schedule.summary(compared)
-    report(schedule.rows(found), options.json)
-    if found.difference is not None:
-        print(found.difference)
-    return int(found.difference is not None)
+        compared.append(one)
+    found = summary(compared)
+    case = "schedule, simulated and vLLM's"
+    rows = [
+        Row(case, "random workloads", found.cases, "", "500 or more", found.cases >= 500),
+        Row(case, "of which every step is equal", found.equal, "", "all", found.equal == found.cases),
+        *(Row(case, what, count, "") for what, count in found.counts.items()),
+    ]
+    return rows, [] if found.difference is None else [found.difference]
 
 
 def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import benchmarks.gpu
 from benchmarks.command import command_line
@@ -22,7 +24,8 @@ from benchmarks.rows import Row, never, report, write_rows
 from libra.backends.devices import gpu_names, inventory
 from libra.backends.machine import hardware_name
 
-PARTS: dict[str, Callable[[Setting, Path], list[Row]]] = {
+Made = list[Row]
+PARTS: dict[str, Callable[[Setting, Path], Made | Coroutine[Any, Any, Made]]] = {
     "engines": engines,
     "run": run,
     "train": train,
@@ -75,7 +78,8 @@ def _made(part: str, setting: Setting) -> list[Row]:
     """The rows of a part. One that fails shows the end of its workers' logs, and does not keep others from theirs."""
     with tempfile.TemporaryDirectory(prefix=f"libra-gpu-{part}-") as directory:
         try:
-            return PARTS[part](setting, Path(directory))
+            found = PARTS[part](setting, Path(directory))
+            return found if isinstance(found, list) else asyncio.run(found)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this part's result
             traceback.print_exc()
             for log in sorted(Path(directory).rglob("*.log")):

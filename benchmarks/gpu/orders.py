@@ -1,40 +1,78 @@
-"""Orders to real workers that the parts share, how far an engine is from a trainer, and the same turns asked of vLLM by
-itself."""
+"""Workers that the parts start and orders to them, how far an engine is from a trainer, and the same turns of vLLM
+by itself."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from benchmarks.gpu.setting import Setting, generated, lost
 from libra.backends.launch.fork_server import GPU_WORKER_ENVIRONMENT, WORKER_ENVIRONMENT
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.machine import served_dtype
-from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece
-from libra.backends.transport.messages import Ready
+from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece, StartEngine
+from libra.backends.transport.messages import Acknowledged, Ready
 from libra.backends.transport.shared_memory import BUFFERS
-from libra.backends.transport.trainer_messages import Commit, Reduced, Score, Scored, Train, Trained
+from libra.backends.transport.trainer_messages import (
+    Commit,
+    Publish,
+    Published,
+    Reduced,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    Train,
+    Trained,
+)
 from libra.backends.vllm.engine_handle import EngineHandle
 
 HALF = 0.45  # of the device, for each of two workers
 _PATIENCE = 600.0  # seconds
 
 
-async def hire(
-    setting: Setting,
-    launcher: LocalLauncher,
-    model: Path,
-    name: str,
-    share: float,
-    *,
-    slot: int = 0,
-    processes: int = 1,
-) -> tuple[Handle, Ready]:
-    """A trainer that is ready."""
-    trainer = Handle(await launcher.spawn(name, slot), lost)
-    return trainer, await trainer.start(setting.train_order(model, trainer.link, share, processes))
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Two slots of the devices, and a model for the workers that are started there."""
+
+    setting: Setting
+    launcher: LocalLauncher
+    model: Path
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, setting: Setting, directory: Path, name: str, *, both: bool = False) -> AsyncIterator[Stage]:
+        model = setting.write(directory / "model", name)
+        async with LocalLauncher.open(directory / "logs", setting.slots(both)) as launcher:
+            await launcher.ready()
+            yield cls(setting, launcher, model)
+
+    async def trainer(
+        self, name: str, share: float = HALF, *, slot: int = 0, processes: int = 1
+    ) -> tuple[Handle, Ready]:
+        """A trainer that is ready."""
+        trainer = Handle(await self.launcher.spawn(name, slot), lost)
+        return trainer, await trainer.start(self.setting.train_order(self.model, trainer.link, share, processes))
+
+    async def first(self, name: str) -> tuple[Handle, Ready, int]:
+        """A trainer whose weights are the model's, and published as version 0; their checksum."""
+        trainer, ready = await self.trainer(name)
+        published = await trainer.ask(Publish(0, 0), Published)
+        await trainer.ask(SaveCheckpoint(str(self.model), optimiser=False), Acknowledged)
+        return trainer, ready, published.checksum
+
+    async def engine(self, name: str, ready: Ready, *, sleeps: bool = False) -> tuple[EngineHandle, StartEngine]:
+        """An engine in the second slot, which has no weights yet."""
+        engine = EngineHandle(await self.launcher.spawn(name, 1), lost)
+        order = self.setting.engine_order(self.model, ready, engine.link, HALF)
+        await engine.start(msgspec.structs.replace(order, sleeps=sleeps))
+        return engine, order
 
 
 async def step(trainer: Handle, setting: Setting, version: int) -> tuple[Trained, float]:

@@ -10,15 +10,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.command import apart
-from benchmarks.gpu.orders import HALF, gap, hire, plain_rate, step, turn, update
+from benchmarks.gpu.orders import Stage, gap, plain_rate, step, turn, update
 from benchmarks.gpu.setting import Setting, generated, lost, parameters
 from benchmarks.rows import Row, at_least, at_most, none
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
 from libra.backends.transport.engine_messages import LoadWeights, Piece
-from libra.backends.transport.messages import Acknowledged
-from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint
-from libra.backends.vllm.engine_handle import EngineHandle
 
 _UPDATES = 5
 _STATE_BYTES = 16  # a parameter: weights, two moments and a gradient in float32
@@ -27,24 +24,14 @@ _OF_PLAIN = 0.95  # of the tokens a second of vLLM by itself
 _PRODUCT = 8192  # rows and columns of a large product on a GPU
 
 
-def engines(setting: Setting, directory: Path) -> list[Row]:
+async def engines(setting: Setting, directory: Path) -> list[Row]:
     """Updates under turns that go on: none is lost, and log-probs are the trainer's."""
-    return asyncio.run(_engines(setting, directory))
-
-
-async def _engines(setting: Setting, directory: Path) -> list[Row]:
-    model = setting.write(directory / "served", setting.model)
-    async with setting.launcher(directory / "logs") as launcher:
-        await launcher.ready()
-        trainer, ready = await hire(setting, launcher, model, "trainer", HALF)
-        first = await trainer.ask(Publish(0, 0), Published)
-        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Acknowledged)
-        engine = EngineHandle(await launcher.spawn("engine", 1), lost)
+    async with Stage.open(setting, directory, setting.model) as stage:
+        trainer, ready, checksum = await stage.first("trainer")
         began = time.monotonic()
-        order = setting.engine_order(model, ready, engine.link, HALF)
-        await engine.start(order)
+        engine, order = await stage.engine("engine", ready)
         started = time.monotonic() - began
-        await engine.load(LoadWeights(0, 0, first.checksum))
+        await engine.load(LoadWeights(0, 0, checksum))
         made: dict[str, list[Piece]] = {f"turn-{number}": [] for number in range(setting.turns)}
         turns = [
             asyncio.create_task(engine.generate(turn(name, setting.tokens, number), pieces.append))
@@ -59,7 +46,7 @@ async def _engines(setting: Setting, directory: Path) -> list[Row]:
         await asyncio.gather(*(engine.generate(each, lambda piece: None) for each in many))
         rate = len(many) * setting.tokens / (time.monotonic() - began)
         await asyncio.gather(engine.stop(), trainer.stop())
-    plain = apart(plain_rate, setting, model, order.kv_cache_bytes, len(many))
+    plain = apart(plain_rate, setting, stage.model, order.kv_cache_bytes, len(many))
     case = f"{setting.turns} turns, {_UPDATES} updates"
     return [
         Row(case, "start of an engine", started, "s"),
@@ -73,19 +60,12 @@ async def _engines(setting: Setting, directory: Path) -> list[Row]:
     ]
 
 
-def train(setting: Setting, directory: Path) -> list[Row]:
+async def train(setting: Setting, directory: Path) -> list[Row]:
     """Steps of one trainer: seconds, and memory that shows where its state is."""
-    return asyncio.run(_train(setting, directory))
-
-
-async def _train(setting: Setting, directory: Path) -> list[Row]:
-    model = setting.write(directory / "trained", setting.trained)
-    samples = setting.samples()
-    async with setting.launcher(directory / "logs") as launcher:
-        await launcher.ready()
-        idle = Handle(await launcher.spawn("idle", 1), lost)
+    async with Stage.open(setting, directory, setting.trained) as stage:
+        idle = Handle(await stage.launcher.spawn("idle", 1), lost)
         before = setting.memory_used(idle)
-        trainer, _ = await hire(setting, launcher, model, "trainer", 1.0)
+        trainer, _ = await stage.trainer("trainer", 1.0)
         steps, exchanged, published = [], [], []
         for version in range(1, 4):
             done, seconds = await step(trainer, setting, version)
@@ -95,7 +75,7 @@ async def _train(setting: Setting, directory: Path) -> list[Row]:
         used = setting.memory_used(trainer) - (before if setting.gpu is not None else 0)
         await trainer.stop()
         idle.close()
-    tokens, size = sum(len(sample.tokens) for sample in samples), parameters(model)
+    tokens, size = sum(len(sample.tokens) for sample in setting.samples()), parameters(stage.model)
     flops = 6 * size * tokens / min(steps)
     case = f"{size / 1e9:.3g} B parameters, {tokens} tokens a step"
     return [
@@ -168,18 +148,13 @@ def _weights(setting: Setting) -> list[Row]:
     ]
 
 
-def join(setting: Setting, directory: Path) -> list[Row]:
+async def join(setting: Setting, directory: Path) -> list[Row]:
     """A replica that joins another on the same device, while that makes steps."""
-    return asyncio.run(_join(setting, directory))
-
-
-async def _join(setting: Setting, directory: Path) -> list[Row]:
-    model, samples = setting.write(directory / "joined", setting.model), setting.samples()
-    async with setting.launcher(directory / "logs") as launcher:
-        await launcher.ready()
-        core, _ = await hire(setting, launcher, model, "core-0", HALF)
-        follower, _ = await hire(setting, launcher, model, "hybrid-0", HALF)
-        trainers = Trainers(core, lambda replica: launcher.kill(replica.link))
+    samples = setting.samples()
+    async with Stage.open(setting, directory, setting.model) as stage:
+        core, _ = await stage.trainer("core-0")
+        follower, _ = await stage.trainer("hybrid-0")
+        trainers = Trainers(core, lambda replica: stage.launcher.kill(replica.link))
         version, replicas, began = 0, 1, 0.0
         joining: asyncio.Task[float] | None = None
         together = 0

@@ -6,48 +6,35 @@ import asyncio
 import time
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.gpu.orders import HALF, gap, hire, step, turn
-from benchmarks.gpu.setting import Setting, lost, parameters
+from benchmarks.gpu.orders import Stage, gap, step, turn
+from benchmarks.gpu.setting import Setting, parameters
 from benchmarks.rows import Row, at_least, at_most
 from libra.backends.transport.engine_messages import LoadWeights, Sleep, Wake
 from libra.backends.transport.messages import Acknowledged
 from libra.backends.transport.shared_memory import BUFFERS
-from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint
-from libra.backends.vllm.engine_handle import EngineHandle
 
 _WOKEN = 0.5  # of the seconds of a start, at most
 
 
-def roles(setting: Setting, directory: Path) -> list[Row]:
+async def roles(setting: Setting, directory: Path) -> list[Row]:
     """An engine that gives its slot to a trainer and comes back with newer weights."""
-    return asyncio.run(_roles(setting, directory))
-
-
-async def _roles(setting: Setting, directory: Path) -> list[Row]:
-    model, on_gpu = setting.write(directory / "served", setting.model), setting.gpu is not None
-    async with setting.launcher(directory / "logs") as launcher:
-        await launcher.ready()
-        core, ready = await hire(setting, launcher, model, "core-0", HALF)
-        first = await core.ask(Publish(0, 0), Published)
-        await core.ask(SaveCheckpoint(str(model), optimiser=False), Acknowledged)
+    on_gpu = setting.gpu is not None
+    async with Stage.open(setting, directory, setting.model) as stage:
+        core, ready, checksum = await stage.first("core-0")
         began = time.monotonic()
-        engine = EngineHandle(await launcher.spawn("hybrid-0", 1), lost)
-        order = setting.engine_order(model, ready, engine.link, HALF)
-        await engine.start(msgspec.structs.replace(order, sleeps=on_gpu))  # vLLM for CPU knows the calls alone
-        await engine.load(LoadWeights(0, 0, first.checksum))
+        engine, order = await stage.engine("hybrid-0", ready, sleeps=on_gpu)  # vLLM for CPU knows the calls alone
+        await engine.load(LoadWeights(0, 0, checksum))
         started = time.monotonic() - began
         before, _ = await gap(engine, core, turn("before", setting.tokens, 0, salt="before"))
         full, began = setting.memory_used(engine), time.monotonic()
         await engine.ask(Sleep(), Acknowledged)
         slept, freed = time.monotonic() - began, full - setting.memory_used(engine)
         began = time.monotonic()
-        trainer, _ = await hire(setting, launcher, model, "hybrid-0", HALF, slot=1)
+        trainer, _ = await stage.trainer("hybrid-0", slot=1)
         beside = time.monotonic() - began
         done, _ = await step(core, setting, 1)
         await trainer.stop()
-        await launcher.gone(trainer.link)
+        await stage.launcher.gone(trainer.link)
         began = time.monotonic()
         await engine.ask(Wake(), Acknowledged)
         await engine.load(LoadWeights(1, 1 % BUFFERS, done.checksum))
@@ -55,7 +42,7 @@ async def _roles(setting: Setting, directory: Path) -> list[Row]:
         after, versions = await gap(engine, core, turn("after", setting.tokens, 0, salt="after"))
         await asyncio.gather(engine.stop(), core.stop())
     case = "engine to trainer and back"
-    held = 2 * parameters(model) + order.kv_cache_bytes
+    held = 2 * parameters(stage.model) + order.kv_cache_bytes
     return [
         Row(case, "start of an engine, with weights", started, "s"),
         Row(case, "it falls asleep", slept, "s"),

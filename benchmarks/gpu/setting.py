@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 from libra.backends.devices import SlotDevice
 from libra.backends.grpo.trainers import start_order
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import LocalLauncher, WorkerLink
+from libra.backends.launch.launcher import WorkerLink
 from libra.backends.machine import served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import StartEngine
@@ -56,13 +55,12 @@ class Setting:
             (directory / "config.json").write_text(shape.read_text())
         return directory
 
-    def launcher(self, logs: Path, *, both: bool = False) -> AbstractAsyncContextManager[LocalLauncher]:
-        """Two slots: halves of the GPU, or of two cores; with `both`, the second has both GPUs."""
-        devices: tuple[SlotDevice, ...] = ()
-        if self.gpu is not None:
-            one, two = SlotDevice("cuda", (self.gpu,)), SlotDevice("cuda", (self.gpu, self.second or self.gpu))
-            devices = one, two if both else one
-        return LocalLauncher.open(logs, devices)
+    def slots(self, both: bool) -> tuple[SlotDevice, ...]:
+        """Two halves of the GPU; with `both`, the second has both GPUs. None is given for two cores."""
+        if self.gpu is None:
+            return ()
+        one, two = SlotDevice("cuda", (self.gpu,)), SlotDevice("cuda", (self.gpu, self.second or self.gpu))
+        return one, two if both else one
 
     def train_order(self, model: Path, link: WorkerLink, share: float, processes: int = 1) -> StartTrainer:
         training = TrainingConfig(

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 
 _GONE_SECONDS = 15.0  # a killed process goes as soon as the system lets it
-_TRACKER_SECONDS = 5.0  # a resource tracker takes away what its killed process named
 _LISTEN = "0A"  # net/tcp_states.h
 _LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
@@ -102,32 +101,6 @@ def _sockets(pid: int) -> set[str]:
     except OSError:
         return set()
     return {target[8:-1] for target in targets if target.startswith("socket:[")}
-
-
-def shared_files() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
-
-
-def unused_shared_files(before: set[str]) -> list[str]:
-    """New files in shared memory that no process maps: their makers have left them behind. Those of a process that
-    has just ended are taken away by its resource tracker a moment later."""
-    ends = time.monotonic() + _TRACKER_SECONDS
-    while (left := _unmapped(shared_files() - before)) and time.monotonic() < ends:
-        time.sleep(0.1)
-    return sorted(left)
-
-
-def _unmapped(names: set[str]) -> set[str]:
-    if not names:
-        return names
-    mapped = ""
-    for entry in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            mapped += entry.read_text()
-        except OSError:
-            pass  # it ended meanwhile
-    there = names & shared_files()  # its owner may have taken it away, and ended, while we looked
-    return {name for name in there if f"/dev/shm/{name}" not in mapped}
 
 
 def shared_memory() -> int:

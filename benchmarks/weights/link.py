@@ -121,7 +121,7 @@ class _Link:
 async def _link(port: int) -> AsyncIterator[_Link]:
     pipe, options = asyncio.subprocess.PIPE, ("--to", str(port), "--rate", str(_RATE), "--delay", str(_DELAY))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.weights.slow_link", *options, stdin=pipe, stdout=pipe
+        sys.executable, "-m", "tests.fakes.slow_link", *options, stdin=pipe, stdout=pipe
     )
     try:
         assert process.stdout is not None

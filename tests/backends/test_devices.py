@@ -57,7 +57,7 @@ def test_what_the_tool_does_not_know_is_said(tmp_path: Path, monkeypatch: pytest
     shared = FakeGpu("NVIDIA GB10", "[N/A]", "12.1")
     for name, value in fake_driver(tmp_path, [shared]).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"cluster\.device: nvidia-smi gives no usable description of a GPU: .*N/A"):
+    with pytest.raises(ConfigError, match=r"cluster\.device: nvidia-smi describes a GPU in an unknown form: .*N/A"):
         slot_devices(ClusterConfig(device="cuda"))
     hidden = FakeGpu(H100.name, H100.memory, H100.capability, users=("[N/A]",))
     assert [each.users for each in inventory(fake_driver(tmp_path, [hidden, H100]))] == [(0,), ()]
@@ -74,7 +74,7 @@ def test_shares_are_spread_over_gpus() -> None:
     ("gpus", "slots", "share", "each", "why"),
     [
         ([gpu(0), gpu(1, 4711)], 2, 1.0, 1, r"room for 1; GPU 1 \(NVIDIA H100\) is used by process 4711; use fewer"),
-        ([gpu(0)], 3, 0.45, 1, r"3 slots of 0\.45 GPU are wanted, and 1 free GPU\(s\) have room for 2"),
+        ([gpu(0)], 3, 0.45, 1, r"3 slots of 0\.45 GPU are wanted, but 1 free GPU\(s\) have room for 2"),
         ([gpu(0), gpu(1)], 1, 0.5, 2, r"cluster\.share: a slot of 2 GPU\(s\) has 0\.5 of it"),
         ([gpu(0)], 1, 1.5, 1, r"cluster\.share: a slot of 1 GPU\(s\) has 1\.5 of it"),
     ],

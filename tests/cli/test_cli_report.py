@@ -104,4 +104,4 @@ def test_a_live_run_is_named_first(run: Path) -> None:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     assert "is running" not in libra("report", run).stderr
-    assert_refused(libra("run", config, "--resume"), "holds no checkpoint")
+    assert_refused(libra("run", config, "--resume"), "has no checkpoint")

@@ -99,7 +99,7 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
     (
         "a bucket beyond its engines",
         changed(start={"buckets": [{"shape": "short", "engines": 1, "up_to": 65}, BASE["start"]["buckets"][1]]}),
-        "start.buckets: 'short' is to serve contexts up to 65 tokens and holds 64; lower up_to, or raise engines.short",
+        "start.buckets: 'short' is to serve contexts up to 65 tokens but holds 64; lower up_to, or raise engines.short",
     ),
     (
         "the longest fit nowhere",
@@ -138,7 +138,7 @@ def test_too_many_workers_are_told_how_many_fit(here: Path) -> None:
 def test_a_missing_ray_is_told_of_before_anything_starts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     result = libra("run", write(here / "run.yaml", BASE), "--launcher", "ray")
-    assert_refused(result, f"Ray is not installed, and launcher is ray; {install_command('ray')}, or use local")
+    assert_refused(result, f"Ray is not installed, but launcher is ray; {install_command('ray')}, or use local")
 
 
 def test_a_home_that_is_read_only_is_told_with_a_remedy(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_name_that_no_host_can_have_is_refused(here: Path) -> None:
 def test_metrics_do_not_meet_replicas(here: Path) -> None:
     config = write(here / "run.yaml", changed(cluster={"port": 29_501}))
     result = libra("run", config, "--metrics-port", 29_501)
-    assert_refused(result, "metrics.port: 29501 is cluster.port too, where training replicas meet; give another one")
+    assert_refused(result, "metrics.port: 29501 is also cluster.port, where training replicas meet; give another port")
 
 
 def make_run(here: Path) -> Path:
@@ -186,8 +186,8 @@ def make_run(here: Path) -> Path:
 
 
 MODELS: list[tuple[str, tuple[str, ...], str]] = [
-    ("no tokenizer", ("config.json",), "holds no tokenizer.json; give a directory in Hugging Face layout"),
-    ("no weights", ("config.json", "tokenizer.json"), "holds no *.safetensors weights; save the model there first"),
+    ("no tokenizer", ("config.json",), "has no tokenizer.json; give a directory in Hugging Face layout"),
+    ("no weights", ("config.json", "tokenizer.json"), "has no *.safetensors weights; save the model there first"),
     (
         "no JSON",
         ("config.json", "tokenizer.json", "one.safetensors"),
@@ -262,7 +262,7 @@ def on_gpus(here: Path, **sections: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("gpus", "cluster", "training", "message"),
     [
-        ([], {}, {}, "cluster.device: cuda, and nvidia-smi lists no GPU that is visible here; set it to cpu"),
+        ([], {}, {}, "cluster.device: cuda, but nvidia-smi lists no GPU that is visible here; set it to cpu"),
         ([H100, FULL_GPU], {"share": 1}, {}, "GPU 1 (NVIDIA H100 80GB HBM3) is used by process 4711; use fewer slots"),
         ([H100], {}, {}, "cluster.share: a training replica needs about"),  # 20 bytes a parameter: 152 GiB
         (  # 68 GiB are logits
@@ -271,7 +271,7 @@ def on_gpus(here: Path, **sections: dict[str, Any]) -> str:
             {"processes": 8, "sharding": "fsdp2", "micro_batch_tokens": 120_000},
             "cluster.share: a training replica needs about 8",
         ),
-        ([H100] * 4, {"gpus": 2, "share": 1}, {}, "training.processes is 1, and a slot has 2 GPU(s)"),
+        ([H100] * 4, {"gpus": 2, "share": 1}, {}, "training.processes: 1, but a slot has 2 GPU(s)"),
     ],
 )
 def test_what_gpus_do_not_hold_is_refused(
@@ -297,10 +297,10 @@ def test_memory_and_cores_of_the_host_do_not_bound_what_gpus_hold(here: Path, mo
 
 
 BAD_CONTINUATIONS = [
-    ("earlier run", (), True, "calculator holds an earlier run; use --resume, --overwrite, or another --name"),
+    ("earlier run", (), True, "calculator has an earlier run; use --resume, --overwrite, or another --name"),
     ("no run", ("--resume",), False, "name: there is no run to resume in runs/calculator; start it without --resume"),
-    ("no checkpoint", ("--resume",), True, "holds no checkpoint to resume from; start again with --overwrite"),
-    ("overwrite no run", ("--overwrite",), True, "holds files but no run, so --overwrite would delete something else;"),
+    ("no checkpoint", ("--resume",), True, "has no checkpoint to resume from; start again with --overwrite"),
+    ("overwrite no run", ("--overwrite",), True, "has files but no run, so --overwrite would delete something else;"),
     ("both", ("--resume", "--overwrite"), True, "--resume and --overwrite contradict each other"),
 ]
 
@@ -356,7 +356,7 @@ def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
     [
         (
             {"seed": 4},
-            "seed: the run was started with 0 and cannot continue with 4; give the same, or start again with",
+            "seed: the run was started with 0 and cannot continue with 4; give the old value, or start again",
         ),
         (
             {"training": {"prompts_per_step": 3}},
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
         ),
         (
             {"training": {"precision": "bf16"}},
-            "training.precision: the run was started with fp32 and cannot continue with bf16; give the same, or start",
+            "training.precision: the run was started with fp32 and cannot continue with bf16; give the old value",
         ),
     ],
 )
@@ -563,7 +563,7 @@ def test_placed_slots_are_on_the_gpus_that_were_named(here: Path, monkeypatch: p
         here / "run.yaml",
         changed(cluster={"device": "cpu", "placement": [[0], [1], [2], [3, 4]], "hybrid": 0, "core": 2}),
     )
-    assert_refused(libra("run", config), "cluster.placement: a replica or an engine on devices 3, 4, and a CPU slot is")
+    assert_refused(libra("run", config), "cluster.placement: a replica or an engine on devices 3, 4, but a CPU slot is")
 
 
 def test_a_plan_for_a_node_of_gpus_is_what_the_run_begins_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

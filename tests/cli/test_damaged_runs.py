@@ -15,11 +15,11 @@ from fakes.sessions import sit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.soak.attack.commands import STOPPED, read_and_stop
-from benchmarks.soak.attack.damage import KINDS, STRANGE, Damage, damage_run
 from libra.config.run import load_config
 from libra.loop.recorder import RECORDS
 from libra.records.run_lock import LOCK
+from tests.fakes.stopped_run import STOPPED, read_and_stop
+from tests.oracles.damage import KINDS, STRANGE, Damage, damage_run
 
 EXAMPLES = 60
 DAMAGES = st.builds(Damage, st.sampled_from(KINDS), st.floats(0, 1), st.integers(0, 255))

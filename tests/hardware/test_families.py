@@ -11,12 +11,12 @@ import pytest
 from oracles.changed_configs import changed
 from oracles.family_configs import ALL, CONFIGS
 
-from benchmarks.models import made_parameters
 from libra.config.yaml_file import ConfigError
 from libra.hardware.context import Reach
 from libra.hardware.families.known import FAMILIES
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from tests.oracles.transformers_class import made_parameters
 
 
 def read(directory: Path, data: object) -> tuple[ModelSpec, list[str]]:

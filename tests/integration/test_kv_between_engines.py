@@ -16,7 +16,6 @@ from arithmetic import LOGPROB_GAP, PRECISION
 from real_workers import start_engine, trained_model
 from shared_fork_server import SharedForkServer
 
-from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.backends.launch.handle import Handle
 from libra.backends.machine import served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
@@ -32,6 +31,7 @@ from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.allocation import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
+from tests.oracles.shared_memory import shared_files, unused_shared_files
 
 pytestmark = pytest.mark.integration
 

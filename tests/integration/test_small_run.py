@@ -16,11 +16,11 @@ import pytest
 from arithmetic import LOGPROB_GAP
 from small_runs import SMALL_RUN, SmallRuns
 
-from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.exec.journal import read_journal, replay
 from libra.exec.pool import make_pool
 from libra.loop.checkpoint import allocation_in_force
 from libra.trajectory import read_trajectories
+from tests.oracles.shared_memory import shared_files, unused_shared_files
 
 pytestmark = pytest.mark.integration
 

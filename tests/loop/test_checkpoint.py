@@ -129,14 +129,14 @@ def test_a_directory_of_that_name_hides_no_good_one(tmp_path: Path, name: str) -
 
 def test_a_checkpoint_that_is_not_of_its_step_is_refused(tmp_path: Path) -> None:
     save(tmp_path).rename(tmp_path / "checkpoint-7")
-    with pytest.raises(ConfigError, match="it is the state of step 3"):
+    with pytest.raises(ConfigError, match="its state is of step 3"):
         latest_checkpoint(tmp_path)
 
 
 def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-3.part")
-    with pytest.raises(ConfigError, match="holds no checkpoint to resume from; start again with --overwrite"):
+    with pytest.raises(ConfigError, match="has no checkpoint to resume from; start again with --overwrite"):
         latest_checkpoint(tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     state = save(tmp_path) / "state.json"
     state.write_text(state.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
     seal(state.parent)
-    with pytest.raises(ConfigError, match=f"format 1 is not the {FORMAT} of this version of libra"):
+    with pytest.raises(ConfigError, match=f"format 1, but this version of libra reads format {FORMAT}"):
         latest_checkpoint(tmp_path)
 
 

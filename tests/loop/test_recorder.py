@@ -108,7 +108,7 @@ def test_a_loss_says_what_becomes_of_the_slot(recorder: Recorder) -> None:
     assert [event["text"] for event in rows(recorder.directory, "events")] == [
         "signal 9; its slot is idle",
         "signal 9; its slot is idle",
-        "signal 9; its slot has lost too many within an hour and stays empty",
+        "signal 9; its slot lost too many workers within an hour and stays empty",
     ]
     assert list(recorder.lost_workers) == ["w1", "w0"]
 

@@ -277,7 +277,7 @@ async def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(runs: Runs) 
     done = runs.config("longer", steps=6)
     fewer = done.model_copy(update={"training": done.training.model_copy(update={"steps": 5})})
     await runs.start(done)
-    with pytest.raises(ConfigError, match=r"training.steps is 5: .*longer has made 6 already"):
+    with pytest.raises(ConfigError, match=r"training.steps: 5, but .*longer has already made 6 steps"):
         await runs.start(fewer, resume=True)
     assert len(rows(done.run_directory, "metrics")) == 6
 

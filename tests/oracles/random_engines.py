@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, get_args
 
-from benchmarks.fidelity.variants import with_drafts, with_tier
 from libra.cost.afd import StageGrid
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import Balancing, power_law
@@ -20,6 +19,7 @@ from libra.sim.engine.config import DECODE, EngineConfig, EngineRole, EngineSpec
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Together
 from libra.sim.engine.iteration_cost import AffineCost
+from tests.oracles.fidelity.variants import with_drafts, with_tier
 
 Kind = Literal[
     "synchronous",

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.routing_quality import Quality, evaluate, static_fleet
 
-from benchmarks.evaluation.oracle import Oracle
 from libra.route.baselines import TwoChoices
 from libra.route.bucket import bucket_of
 from libra.route.catalogue import policy_named
 from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.trajectory import Trajectory, Turn
+from tests.oracles.oracle_policy import Oracle
 
 LIMITS = (50, 200, 2_000)
 FLEET = static_fleet(LIMITS, turn_tokens=10, instances=2)

@@ -134,7 +134,10 @@ class Stage:
         return self.gateway.upstreams.all[name]
 
     def mark(self, name: str, healthy: bool) -> None:
-        self.gateway.upstreams.mark(self.engine(name), healthy)
+        if healthy:
+            self.gateway.upstreams.mark_healthy(self.engine(name))
+        else:
+            self.gateway.upstreams.mark_lost(self.engine(name), "a test says so")
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         async with self.session.post(path, json=body) as response:

@@ -304,8 +304,14 @@ def test_a_router_has_a_page_and_sends_spans(tmp_path: Path) -> None:
 def test_a_page_or_a_collector_that_cannot_be_is_refused_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        refused = {"--otel": ("collector:4318", "--otel holds no address"), "--page": (port, f"127.0.0.1:{port}")}
+        refused = {
+            "--otel": ("collector:4318", "--otel: not the address of a collector"),
+            "--page": (port, f"127.0.0.1:{port}"),
+        }
         for option, (value, says) in refused.items():
             command = [*LIBRA, "route", "--engine", "http://127.0.0.1:9", "--port", "0", option, value]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and says in done.stderr
+            *before, last = done.stderr.splitlines()  # with a page, engines are checked first
+            assert done.returncode == 2 and says in last
+            assert all(line.startswith("engine engine-0 is out of service: /health") for line in before)
+            assert len(before) == (option == "--page")

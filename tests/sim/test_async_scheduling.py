@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from simulated import assert_visited_alike, simulate
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 
-from benchmarks.fidelity.random_workloads import random_case
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request, Stop
+from tests.oracles.fidelity.random_workloads import random_case
 
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=16, block_size=4, max_num_seqs=2, async_scheduling=True)
 TEN = AffineCost(10)  # ticks for any iteration

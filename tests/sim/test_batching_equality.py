@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Make, Run, naive, simulate
 
-from benchmarks.fidelity.random_workloads import random_case
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
 from libra.sim.engine.config import EngineConfig
@@ -32,6 +31,7 @@ from libra.sim.engine.iteration_cost import (
     IterationCost,
 )
 from libra.sim.engine.request import Request
+from tests.oracles.fidelity.random_workloads import random_case
 
 VLLM_CASES = 60
 
@@ -219,7 +219,7 @@ def test_random_cases_jump_preempt_and_hit() -> None:
 def test_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    from benchmarks.fidelity.schedule import compare, summary
+    from tests.oracles.fidelity.schedule import compare, summary
 
     pairs = ("pd", "pd-async", "pd-fails", "pd-fails-async", "pd-drafts", "pd-tiers")
     ranks = ("dp", "dp-async", "dp-drafts", "dp-drafts-async")

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from simulated import assert_visited_alike, simulate
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 
-from benchmarks.fidelity.random_workloads import random_case
-from benchmarks.fidelity.variants import with_drafts
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import Draws, Speculative
+from tests.oracles.fidelity.random_workloads import random_case
+from tests.oracles.fidelity.variants import with_drafts
 
 TWO = Speculative("eagle", 2, accepted=(0, 2, 1))
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=16, block_size=4, max_num_seqs=2, speculative=TWO)

@@ -20,14 +20,14 @@ from test_async_scheduling import stopping
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 from test_engines_file import load
 
-from benchmarks.fidelity.random_workloads import random_case
-from benchmarks.fidelity.variants import with_drafts
 from libra.config.yaml_file import ConfigError
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request, Stop
 from libra.sim.engine.speculative import Speculative
+from tests.oracles.fidelity.random_workloads import random_case
+from tests.oracles.fidelity.variants import with_drafts
 
 TWO = Speculative("eagle", 2, accepted=(0, 2, 1))
 CONFIG = EngineConfig(

@@ -7,6 +7,6 @@ import pytest
 
 def test_graphs_are_the_dispatchers() -> None:
     pytest.importorskip("vllm")
-    from benchmarks.fidelity.graphs import differences
+    from tests.oracles.fidelity.graphs import differences
 
     assert differences(range(500)) == []

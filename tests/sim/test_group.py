@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cluster_equality import LONGEST, STEP, Scenario, assert_equal, costs, scenarios
 
-from benchmarks.fidelity.variants import with_drafts
 from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import RoundRobin
 from libra.route.catalogue import policy_named
@@ -27,6 +26,7 @@ from libra.sim.rank_balancer import RankBalancer
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.requests import Requests
 from libra.trajectory import Trajectory, Turn
+from tests.oracles.fidelity.variants import with_drafts
 
 
 @dataclass(frozen=True)

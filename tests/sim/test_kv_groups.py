@@ -16,8 +16,6 @@ from simulated import assert_visited_alike, simulate
 from test_async_scheduling import stopping
 from test_batching_equality import affine_costs, knee_costs, longest_iteration, seeds, timed
 
-from benchmarks.fidelity.random_workloads import random_case
-from benchmarks.fidelity.variants import with_groups
 from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.config import DECODE, EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
@@ -25,6 +23,8 @@ from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.speculative import Speculative
+from tests.oracles.fidelity.random_workloads import random_case
+from tests.oracles.fidelity.variants import with_groups
 
 FULL, WINDOW, STATE = KVGroup("full", 4), KVGroup("window", 4, 8), KVGroup("state", 4)
 CONFIG = EngineConfig(
@@ -58,7 +58,7 @@ def test_one_full_group_is_as_none(seed: int) -> None:
     """The pool that knows every block decides as the one that knows runs of blocks."""
     config = random_case(seed)[0]
     grouped = replace(config, kv_groups=(KVGroup("full", config.block_size),))
-    runs = [simulate(it, TEN, lambda: random_case(seed)[1]) for it in (config, grouped)]
+    runs = [simulate(it, TEN, lambda: timed(seed, 10, False)) for it in (config, grouped)]
     assert runs[0].iterations == runs[1].iterations
     assert runs[0].result == runs[1].result
 

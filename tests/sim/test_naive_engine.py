@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.naive_engine import NaiveResult, Step, naive_run
 
-from benchmarks.fidelity.random_workloads import random_case
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
+from tests.oracles.fidelity.random_workloads import random_case
 
 
 class Ticks:
@@ -572,7 +572,7 @@ def vllm_schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     with patch.dict(os.environ):  # importing it sets LD_PRELOAD and more, which other tests' processes would inherit
-        from benchmarks.fidelity.clocked import vllm_schedule
+        from tests.oracles.fidelity.clocked import vllm_schedule
 
         yield vllm_schedule
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fidelity.random_workloads import random_case
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -18,6 +17,7 @@ from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.random_workloads import random_case
 
 COST = AffineCost(5000, 20, 3, 25, 1)
 

@@ -15,8 +15,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fidelity.random_workloads import random_case
-from benchmarks.fidelity.variants import with_tier
 from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import LeastLoaded
 from libra.route.catalogue import policy_named
@@ -31,6 +29,8 @@ from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
 from libra.sim.kv_network import KVNetwork
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.random_workloads import random_case
+from tests.oracles.fidelity.variants import with_tier
 
 TEN = AffineCost(10)  # ticks for any iteration
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=32, block_size=4, max_num_seqs=4)

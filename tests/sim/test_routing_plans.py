@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
-from benchmarks.rollout_price_cases import make_case
 from benchmarks.routing_plans import MOST, OURS, SEARCH, Question, halves, question, ratios, without_waits
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
 from libra.trajectory import Trajectory, Turn, read_trajectories
+from tests.oracles.random_clusters import make_case
 
 SEEDS = range(2)
 LONGEST = 16_384

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fidelity.variants import random_tier, tiered_cluster
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
@@ -23,6 +22,7 @@ from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.tiers import Tiers
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.variants import random_tier, tiered_cluster
 
 HOST = KVTier("host", chunks=64, block_bytes=1.0, store_bandwidth=TICKS / 2, load_bandwidth=TICKS)
 DISK = replace(HOST, name="disk", chunks=640, store_bandwidth=TICKS / 8, load_bandwidth=TICKS / 4)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from simulated import simulate
 from test_batching_equality import GRID, longest_iteration, seeds, timed
 
-from benchmarks.fidelity.random_workloads import async_case, random_case
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
 from libra.cost.kernels import KernelTerms
@@ -21,6 +20,7 @@ from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch
+from tests.oracles.fidelity.random_workloads import async_case, random_case
 
 
 @st.composite

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.small_cluster import QWEN_06B, QWEN_14B
 
-from benchmarks.fidelity.random_workloads import random_case
 from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
@@ -39,6 +38,7 @@ from libra.sim.outcome.result import result_of
 from libra.sim.workload.distributions import Constant, Poisson
 from libra.sim.workload.generated import generated_requests
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.random_workloads import random_case
 
 STEP = 100  # ticks
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import processes
-from benchmarks.soak.processes import shared_files, unused_shared_files
+from tests.oracles import shared_memory
+from tests.oracles.shared_memory import shared_files, unused_shared_files
 
 
 def test_shared_memory_that_nobody_maps_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_TRACKER_SECONDS", 0.0)
+    monkeypatch.setattr(shared_memory, "_TRACKER_SECONDS", 0.0)
     before = shared_files()
     left, used = (Path("/dev/shm") / f"libra-{os.getpid()}-{name}" for name in ("left", "used"))
     try:
@@ -28,13 +28,13 @@ def test_shared_memory_that_nobody_maps_is_left_behind(monkeypatch: pytest.Monke
 
 
 def test_shared_memory_that_its_owner_takes_away_meanwhile_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_TRACKER_SECONDS", 0.0)
+    monkeypatch.setattr(shared_memory, "_TRACKER_SECONDS", 0.0)
     looks = iter([{"left-behind", "taken-away"}, {"left-behind"}])
-    monkeypatch.setattr(processes, "shared_files", lambda: next(looks))
+    monkeypatch.setattr(shared_memory, "shared_files", lambda: next(looks))
     assert unused_shared_files(set()) == ["left-behind"]
 
 
 def test_shared_memory_that_is_taken_away_after_its_owner_has_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([{"of-the-dead"}, {"of-the-dead"}, set[str]()])
-    monkeypatch.setattr(processes, "shared_files", lambda: next(looks))
+    monkeypatch.setattr(shared_memory, "shared_files", lambda: next(looks))
     assert unused_shared_files(set()) == []

@@ -20,9 +20,8 @@ import msgspec
 from typer.testing import CliRunner
 
 from libra.cli.app import app
-from libra.config.run import RunConfig
+from tests.fakes.stopped_run import read_and_stop
 
-STOPPED = "stopped before it started"
 MOST_SECONDS, MOST_BYTES = 5.0, 500 * 10**6
 _ALARM = 6 * MOST_SECONDS  # of the clock: other work may share the machine
 _ROOM = 4 * 2**30  # bytes that may be written to; no limit of addresses, as V8 reserves many
@@ -91,16 +90,6 @@ class Commands:
 def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "benchmarks.soak.attack.commands"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
-
-
-async def read_and_stop(config: RunConfig, environment: object, display: object, resume: bool, planned: str) -> None:
-    """Stands in for `libra.loop.run.run`: reads all that a resumed session reads, and stops."""
-    from libra.loop.checkpoint import missing_trajectories, read_interrupted
-    from libra.plan.problem import InfeasiblePlanError
-
-    if resume:
-        missing_trajectories(config.run_directory, read_interrupted(config.run_directory).history.finished)
-    raise InfeasiblePlanError(STOPPED)
 
 
 async def _serve_nothing(*_: object) -> None: ...

@@ -20,10 +20,11 @@ from pathlib import Path
 import yaml
 
 from benchmarks.rows import Row, never
-from benchmarks.soak.attack.commands import STOPPED, Commands, Ended
-from benchmarks.soak.attack.damage import STRANGE, damage_run, drawn
+from benchmarks.soak.attack.commands import Commands, Ended
 from libra.route.catalogue import policy_named
 from libra.trajectory import read_trajectories
+from tests.fakes.stopped_run import STOPPED
+from tests.oracles.damage import STRANGE, damage_run, drawn
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 EXAMPLES, RUN = ROOT / "examples", HERE / "run.yaml"

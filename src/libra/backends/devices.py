@@ -1,7 +1,7 @@
 """The GPUs of this machine, and the device of each slot: a share of a core, a share of a GPU, or whole GPUs.
 
-Invariant: nothing here imports torch or opens a CUDA context: the driver's own tool lists the GPUs. A GPU that another
-process uses is never given to a slot.
+Invariant: nothing here imports torch or opens a CUDA context, since the driver's own tool lists the GPUs. A slot never
+gets a GPU that another process uses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from libra.backends.transport.messages import DeviceKind
 from libra.config.run import ClusterConfig, ConfigError
 
 _TOOL = "nvidia-smi"
-_SECONDS = 30.0  # a driver that has to be loaded first takes some
+_SECONDS = 30.0  # time limit of the tool, which may load the driver first
 _FIELDS = "index,uuid,name,memory.total,compute_cap,driver_version"
 _MIB = 1 << 20
 
@@ -31,7 +31,7 @@ class DeviceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    index: int  # in the order of the PCI bus, which is the driver's tool's and, as workers are started, CUDA's
+    index: int  # in the order of the PCI bus, which nvidia-smi uses, as does CUDA in workers
     uuid: str
     name: str
     memory: int  # bytes
@@ -45,12 +45,12 @@ class SlotDevice:
     """The device of one slot."""
 
     kind: DeviceKind = "cpu"
-    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them; none on CPU
-    share: float = 1.0  # of the memory of each of them
+    gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES; none on CPU
+    share: float = 1.0  # of the memory of each GPU
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of its workers, in addition to those of their kind."""
+        """Environment variables of the slot's workers, in addition to those of their kind."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
 
@@ -65,18 +65,18 @@ def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     gpus = []
     try:
         for uuid, *pid in _query("--query-compute-apps=gpu_uuid,pid", environment):
-            users.setdefault(uuid, []).append(int(pid[0]) if pid and pid[0].isdigit() else 0)  # 0: it is not said
+            users.setdefault(uuid, []).append(int(pid[0]) if pid and pid[0].isdigit() else 0)  # 0: pid unknown
         for index, uuid, name, memory, capability, driver in _query(f"--query-gpu={_FIELDS}", environment):
             major, minor = capability.split(".")
             own = tuple(users.get(uuid, ()))
             gpus.append(Gpu(int(index), uuid, name, int(memory) * _MIB, (int(major), int(minor)), driver, own))
-    except ValueError as error:  # such as [N/A] for the memory of a GPU that shares the processor's
-        raise DeviceError(f"{_TOOL} gives no usable description of a GPU: {error}") from None
+    except ValueError as error:  # such as [N/A] for the memory of a GPU that shares the processor's memory
+        raise DeviceError(f"{_TOOL} describes a GPU in an unknown form: {error}; update the driver") from None
     return tuple(_visible(gpus, environment.get("CUDA_VISIBLE_DEVICES")))
 
 
 def run_gpus(cluster: ClusterConfig) -> tuple[Gpu, ...]:
-    """The GPUs of this machine from which a run has its slots; none where they are CPU slots. Raises `ConfigError`."""
+    """The GPUs of this machine for a run's slots; none if the slots are CPU slots. Raises `ConfigError`."""
     if cluster.device == "cpu" or (cluster.device == "auto" and not _installed("vllm")):
         return ()
     try:
@@ -84,7 +84,7 @@ def run_gpus(cluster: ClusterConfig) -> tuple[Gpu, ...]:
     except DeviceError as error:
         raise ConfigError(f"cluster.device: {error}; set it to cpu, or repair the driver") from None
     if not gpus and cluster.device == "cuda":
-        raise ConfigError(f"cluster.device: cuda, and {_TOOL} lists no GPU that is visible here; set it to cpu")
+        raise ConfigError(f"cluster.device: cuda, but {_TOOL} lists no GPU that is visible here; set it to cpu")
     return gpus
 
 
@@ -99,12 +99,12 @@ def slot_devices(cluster: ClusterConfig) -> tuple[SlotDevice, ...]:
 
 
 def placed(gpus: Sequence[Gpu], slots: int, share: float, each: int) -> tuple[SlotDevice, ...]:
-    """`slots` devices of `each` GPUs, or of a `share` of one GPU: spread over the GPUs that no process uses. Raises
-    `ConfigError`."""
+    """`slots` devices, each of `each` GPUs, or of a `share` of one GPU, spread over the GPUs that no process uses.
+    Raises `ConfigError`."""
     if share > 1 or (each > 1 and share != 1):
         raise ConfigError(
-            f"cluster.share: a slot of {each} GPU(s) has {share:g} of it; give at most 1, and 1 where cluster.gpus is"
-            " 2 or more"
+            f"cluster.share: a slot of {each} GPU(s) has {share:g} of it; give at most 1, and 1 if cluster.gpus is 2"
+            " or more"
         )
     free = [str(gpu.index) for gpu in gpus if not gpu.users]
     if each > 1:
@@ -118,26 +118,26 @@ def placed(gpus: Sequence[Gpu], slots: int, share: float, each: int) -> tuple[Sl
             if gpu.users
         )
         raise ConfigError(
-            f"cluster.slots: {slots} slots of {each if each > 1 else f'{share:g}'} GPU are wanted, and {len(free)} free"
+            f"cluster.slots: {slots} slots of {each if each > 1 else f'{share:g}'} GPU are wanted, but {len(free)} free"
             f" GPU(s) have room for {len(rooms)}{used}; use fewer slots, or a smaller cluster.share"
         )
     return tuple(SlotDevice("cuda", room, share) for room in rooms[:slots])
 
 
 def _as_placed(gpus: Sequence[Gpu], placement: Sequence[Sequence[int]], share: float) -> tuple[SlotDevice, ...]:
-    """The slots on the GPUs that were named. Raises `ConfigError` if one is not there, or is used."""
+    """The slots on the GPUs that `placement` names. Raises `ConfigError` if a GPU is missing or in use."""
     there = {gpu.index: gpu for gpu in gpus}
     for index in (index for slot in placement for index in slot):
         if index not in there or there[index].users:
             why = f"is used by process {there[index].users[0]}" if index in there else "is not visible here"
             raise ConfigError(
-                f"cluster.placement: GPU {index} {why}; name GPUs that nvidia-smi lists, without a process"
+                f"cluster.placement: GPU {index} {why}; name GPUs that nvidia-smi lists without a process"
             )
     return tuple(SlotDevice("cuda", tuple(map(str, slot)), share) for slot in placement)
 
 
 def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:
-    """Speed of bf16 on the oldest of these GPUs. Raises `DeviceError` if there is none."""
+    """Speed of bf16 on the oldest of these GPUs. Raises `DeviceError` if there is no GPU."""
     if not gpus:
         raise DeviceError(f"{_TOOL} lists no GPU that is visible here")
     return gpu_bf16(min(gpu.capability for gpu in gpus))
@@ -145,7 +145,7 @@ def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:
 
 def hardware_name(on_gpus: bool) -> str:
     """The machine's processor, and for workers on GPUs also the GPUs and their driver. Measured costs apply to machines
-    of equal name."""
+    of the same name."""
     return f"{processor_name()}, {gpu_names(inventory())}" if on_gpus else processor_name()
 
 

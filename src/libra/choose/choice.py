@@ -56,8 +56,8 @@ def choose_plan(
 
     `log` has the trajectories behind the request's statistics; groups are drawn from the finished ones. `router` is an
     untrained policy, by default the recipe's; it first learns from the log. `placed` groups stay on their devices if
-    possible. Raises `InfeasiblePlanError` if no plan exists, and ValueError if the log has no finished trajectory, or
-    one that fits no engine.
+    possible. Raises `InfeasiblePlanError` if no plan exists, and ValueError if the log has no finished trajectory, or a
+    trajectory that fits no engine.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(request.recipe.router, seed=effort.seed) if router is None else router

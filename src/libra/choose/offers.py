@@ -60,7 +60,7 @@ class OfferedCluster:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Offers in the order in which they were named."""
+    """Offers for one job, in the order in which they were named."""
 
     job: Job
     offers: tuple[OfferedCluster, ...]

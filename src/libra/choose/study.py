@@ -63,7 +63,7 @@ class WholeRuns:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Engines of a file, which run trajectories drawn from the log with replacement, as many as the log has."""
+    """Engines of a file. They run as many trajectories as the log has, drawn from the log with replacement."""
 
     deployment: Deployment
     log: tuple[Trajectory, ...]

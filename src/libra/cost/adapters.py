@@ -19,8 +19,8 @@ _PUBLISHED_BYTES = 2  # of one parameter of an adapter
 
 def adapter_parameters(model: ModelSpec, rank: int, attention_only: bool = False, tp: int = 1) -> float:
     """Parameters of adapters on all matrices of all layers, or only on those of attention and states. Embeddings, the
-    output head, norms and routers have no adapters. Each of `tp` devices has the whole side of the hidden width, and a
-    part of the other side.
+    output head, norms and routers have no adapters. Each of `tp` devices stores the side of the hidden width whole, and
+    a part of the other side.
     """
     return sum(count * _of_layer(kind, model.hidden, rank, attention_only, tp) for kind, count in model.counted)
 
@@ -52,7 +52,7 @@ def engine_bytes(recipe: Recipe, model: ModelSpec, tp: int) -> float:
 
 
 def trained_parameters(recipe: Recipe, model: ModelSpec) -> int:
-    """Number of parameters that a step changes: all, or only the adapters'."""
+    """Number of parameters that a step changes: all, or only those of adapters."""
     if recipe.lora_rank is None:
         return model.trained_parameters
     return int(adapter_parameters(model, recipe.lora_rank, recipe.lora_targets == "attention"))
@@ -78,7 +78,7 @@ def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:
 
 
 def reference_of(recipe: Recipe) -> Reference:
-    """The reference model that training has to store."""
+    """The reference model that training stores; with adapters, the frozen weights are the reference."""
     return "base" if recipe.lora_rank is not None and recipe.reference != "none" else recipe.reference
 
 

@@ -20,7 +20,7 @@ from libra.hardware.model import ModelSpec
 class StageGrid:
     """Times of one model on attention ranks of `attention.tp` GPUs and on `ffn` FFN ranks."""
 
-    attention: EngineGrid  # an attention rank: all layers with experts
+    attention: EngineGrid  # times of an attention rank for all layers with experts
     layers: int  # with experts
     dense: int  # layers without experts
     tokens: tuple[int, ...]  # axis of `outside`, `head` and `experts`
@@ -60,9 +60,7 @@ class StageGrid:
 
 
 def token_copies(model: ModelSpec, ffn: int) -> float:
-    """Mean number of FFN ranks that a token goes to, which are the ranks with its experts; experts are equally
-    likely.
-    """
+    """Mean number of FFN ranks that receive a token, if all experts are equally likely."""
     assert model.experts is not None
     return ffn * (1 - (1 - 1 / ffn) ** model.experts.active)
 

@@ -14,9 +14,9 @@ class BatchFactors:
     """Factors for the parts of a step in `libra.cost.rollout` and `libra.cost.longest`."""
 
     decode: float  # decoding of all trajectories
-    prefill: float  # samples of one prompt prefill it together
+    prefill: float  # samples of one prompt share its prefill
     eviction: float  # contexts that are prefilled again: those of longer trajectories are evicted more often
-    memory: float  # waiting for memory, which others use meanwhile
+    memory: float  # waiting for KV memory, while other sequences use the engine
     generation: float  # generation of the longest trajectory, as the batch drains
 
 

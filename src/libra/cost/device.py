@@ -60,7 +60,7 @@ class SwitchCost:
 
     engine_start: float
     trainer_join: float
-    weight_load: float  # one engine takes a new version of the weights
+    weight_load: float  # one engine loads a new version of the weights
 
     def __post_init__(self) -> None:
         _require_measured("SwitchCost", asdict(self))
@@ -71,7 +71,7 @@ class HandoverCost:
     """Seconds for transferring the KV of a context between two engines: `fixed + per_token*tokens`."""
 
     fixed: float
-    per_token: float  # one saves, the other takes
+    per_token: float  # the source saves, the target loads
 
     def __post_init__(self) -> None:
         _require_measured("HandoverCost", asdict(self))
@@ -87,7 +87,7 @@ class DeviceProfile:
     train: TrainCost
     switch: SwitchCost
     heldout_error: float  # mean absolute relative error of the engine fit on held-out samples
-    handover: HandoverCost | None = None  # None: engines hand no KV over
+    handover: HandoverCost | None = None  # None: engines transfer no KV
 
     def __post_init__(self) -> None:
         _require_measured("DeviceProfile", {"heldout_error": self.heldout_error})

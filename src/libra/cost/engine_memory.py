@@ -20,43 +20,44 @@ from libra.hardware.model import ModelSpec
 
 # Tokens of one KV block; the prefix cache keeps whole blocks.
 BLOCK = 16  # vLLM's default on GPUs
-BLOCK_TOKENS = 32  # what vLLM's CPU attention works on
+BLOCK_TOKENS = 32  # block of vLLM's CPU attention
 SAMPLED = 1024  # sequences whose logits are in memory together: vLLM's default `max_num_seqs` on large GPUs
 BATCHED = 8192  # tokens of an iteration: vLLM's default `max_num_batched_tokens` there
 
 _GIB = 2.0**30
-# Logs of 60 engines on H100 by vLLM 0.19 and of Qwen3-14B by 0.15 to 0.19 (llm-d-planner, accuracy/accuracy_report.md)
-# give the peak of the profiling run, memory outside of PyTorch's and graphs, for 28 models: the peak is that of the
-# sampler, which begins when the layers' activations are freed, and 0.055 GiB in each.
+# Source: logs of 60 engines with 28 models on H100 by vLLM 0.19, and of Qwen3-14B by 0.15 to 0.19 (llm-d-planner,
+# accuracy/accuracy_report.md), with the peak of the profiling run, memory outside of PyTorch, and graphs. The peak is
+# the sampler's memory, used after the layers' activations are freed, plus 0.055 GiB in each log.
 _REST = 0.055 * _GIB
-# Outside of PyTorch's allocator on one GPU: 1.8 GiB before 0.7 (vllm#10511, and vllm#12126 that made it 0.16), 0.13 to
-# 0.17, 0.25 from 0.18 on. A group adds NCCL's channels, as many in a pair as in eight: over NVLink 1.3 GiB (two H200,
-# 0.10), 1.8 and 1.9 (two and four H100, 0.19), 0.7 (four B200, 0.27), about 1.2 (eight H200, 2026, and eight A100-40GB,
-# 0.10); over PCIe, where they are in the host's memory, 0.1 to 0.25 (L40S, RTX 3090 and 5090).
+# Memory outside of PyTorch's allocator on one GPU, by version of vLLM: 1.8 GiB before 0.7 (vllm#10511; vllm#12126
+# lowered it to 0.16 GiB), 0.13 GiB up to 0.17, 0.25 GiB from 0.18 on. A group of GPUs adds NCCL's channels, equally
+# many for two and for eight GPUs. GiB (GPUs, version) over NVLink: 1.3 (two H200, 0.10), 1.8 and 1.9 (two and four
+# H100, 0.19), 0.7 (four B200, 0.27), about 1.2 (eight H200, 2026, and eight A100-40GB, 0.10). Over PCIe the channels
+# are in the host's memory: 0.1 to 0.25 (L40S, RTX 3090 and 5090).
 _LIBRARIES, _OLD_LIBRARIES, _FIRST_LIBRARIES = 0.25 * _GIB, 0.13 * _GIB, 1.8 * _GIB
 _GROUP, _PCIE_GROUP = 1.3 * _GIB, 0.2 * _GIB
-# Captured graphs, by the estimates of 20 logs: 0.2 to 0.5 GiB for up to 20 graphs, 0.5 to 1.1 for 86 to 102. Layers
-# hardly matter. vLLM counts at least 1 MiB for each.
+# Captured graphs, by the estimates in 20 logs: 0.2 to 0.5 GiB for up to 20 graphs, 0.5 to 1.1 GiB for 86 to 102. The
+# number of layers hardly matters. vLLM counts at least 1 MiB for each graph.
 _POOL, _GRAPH = 0.2 * _GIB, 6 * 2.0**20
-# Left out: a start that compiles, for which Inductor times kernels, has up to 1 GiB less (an engine of 0.29 that logs
+# Not modelled: a start that compiles has up to 1 GiB less KV, since Inductor times kernels (an engine of 0.29 that logs
 # its first and second start).
 _COUNTED = 4 + 1 / 8  # bytes for each sequence and token of the vocabulary: a count, and a bit of the prompt
-_CHUNK = 32_768  # tokens that went through fused experts at once: VLLM_FUSED_MOE_CHUNK_SIZE, which 0.19 has not
+_CHUNK = 32_768  # most tokens in fused experts at once, before 0.19: VLLM_FUSED_MOE_CHUNK_SIZE
 _DEEPEP = 1024 * 2**20  # bytes of a buffer of DeepEP, for NVLink or for the network: VLLM_DEEPEP_BUFFER_SIZE_MB
-_LOW_LATENCY = 256  # tokens of a rank for which low latency has room, vLLM's default with it
-_CONTEXT_ROWS = 65_536  # tokens of context that latent attention expands at once, of a long model (vLLM's MLA layers)
+_LOW_LATENCY = 256  # most tokens of a rank with low latency, vLLM's default
+_CONTEXT_ROWS = 65_536  # tokens of context that latent attention expands at once in long models (vLLM's MLA layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """Memory of vLLM's profiling run, as far as it differs between versions. Bytes are per logit."""
+    """Memory of vLLM's profiling run that differs between versions. Bytes are per logit."""
 
     logit: float = 2.0  # while the sampler runs; the newer model runner samples from the model's 16 bits
-    counted: float = _COUNTED  # that stay: how often each token came, for penalties
+    counted: float = _COUNTED  # bytes that stay: counts of each token, for penalties
     libraries: float = _LIBRARIES  # bytes outside of PyTorch's allocator, on one GPU
-    keeps_workspace: bool = True  # that of experts stays; before, it was freed with the activations
+    keeps_workspace: bool = True  # the workspace of experts stays; older versions free it with the activations
     chunk: float = inf  # tokens that go through experts at once
-    graphs: bool = True  # captured graphs are counted; before, they went beyond `gpu_memory_utilization`
+    graphs: bool = True  # captured graphs count; in older versions they exceed `gpu_memory_utilization`
 
     @classmethod
     def of(cls, version: str) -> Profiling:
@@ -162,7 +163,7 @@ def held_bytes(
     else:
         weights -= quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
     peak = max(layers, sampled) + workspace if profiling.keeps_workspace else max(layers + workspace, sampled)
-    if model.tower:  # what its encoder made of pictures, and the inputs that it is put into
+    if model.tower:  # image embeddings, and the inputs into which they are merged
         peak += batched_tokens * 2 * 2 * model.hidden
     kept = seqs * model.vocab * profiling.counted
     beside = context_bytes(tp, graphs, seqs=seqs, batched_tokens=batched_tokens, switched=switched, profiling=profiling)
@@ -241,8 +242,8 @@ def expert_rank_bytes(
 
     `tokens` is the number of tokens of all ranks, and experts are chosen equally often. A device receives all tokens,
     or only tokens with an expert on the device (DeepEP, high throughput). With low latency, each expert has room for
-    all tokens of all ranks, up to `_LOW_LATENCY` per rank. So have two buffers of sent and received tokens (DeepEP,
-    `get_low_latency_rdma_size_hint`).
+    all tokens of all ranks, up to `_LOW_LATENCY` per rank. Two buffers of sent and two of received tokens have the same
+    room (DeepEP, `get_low_latency_rdma_size_hint`).
     """
     experts, hidden = model.experts, model.hidden
     weights = quantization.matrix_bytes(model, "experts") * model.routed_parameters / ranks
@@ -250,16 +251,16 @@ def expert_rank_bytes(
         return weights + 2 * tokens * hidden + expert_workspace(model, min(tokens, profiling.chunk))
     if way == "deepep_high_throughput":
         arrived = tokens * (1 - (1 - 1 / ranks) ** experts.active)
-        own = min(tokens / ranks, profiling.chunk)  # as many rows as these have copies
+        own = min(tokens / ranks, profiling.chunk)  # the workspace has a row for each copy of these tokens
         return weights + 2 * arrived * hidden + expert_workspace(model, own) + (1 + internode) * _DEEPEP
     rows = experts.count * min(tokens / ranks, _LOW_LATENCY)
-    message = 16 + 2 * hidden + hidden / 32  # a header, numbers, and scales of 128 of them
+    message = 16 + 2 * hidden + hidden / 32  # a header, numbers of 2 bytes, and a scale of 4 bytes per 128 numbers
     return weights + expert_workspace(model, rows / experts.active) + 4 * rows * message + _DEEPEP
 
 
 def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
     """Bytes on each of `ranks` devices that hold only their share of the experts. `tokens` tokens arrive from all
-    attention ranks; each takes memory for itself and for an MLP's vectors, as in `held_bytes`.
+    attention ranks; each token needs memory for itself and for an MLP's vectors, as in `held_bytes`.
     """
     experts = model.experts
     assert experts is not None

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Shares = NDArray[np.float64]  # [layers, experts] shares of all copies of tokens; each row sums to 1
-Placement = NDArray[np.int64]  # [layers, slots]: which expert each slot holds; ranks have consecutive slots
+Placement = NDArray[np.int64]  # [layers, slots] expert in each slot; ranks have consecutive slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def power_law(experts: int, active: int, exponent: float, layers: int, seed: int
 
 def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layers: int) -> Shares:
     """Shares from counts of the tokens that chose each expert: a row for each layer, or one row for all layers. Raises
-    ValueError that begins with `frequencies`.
+    a ValueError whose message begins with `frequencies`.
     """
     if len(counts) not in (1, layers):
         raise ValueError(f"frequencies are {len(counts)} rows; give 1 or {layers} of {experts} counts each")

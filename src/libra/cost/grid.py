@@ -24,7 +24,7 @@ from libra.cost.kernels import NO_TERMS, KernelTerms
 Array = NDArray[np.float64]
 Table = tuple[tuple[float, ...], ...]
 
-_BEYOND = 4  # times the last point of an axis, as far as a grid goes
+_BEYOND = 4  # largest multiple of an axis's last point with a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class EngineGrid:
 
     tp: int
     batches: tuple[int, ...]  # sequences that decode together
-    contexts: tuple[int, ...]  # tokens that each of them holds
+    contexts: tuple[int, ...]  # tokens of context of each sequence
     decode: Table  # [batch][context] seconds of one decode iteration
     chunks: tuple[int, ...]  # new prompt tokens
-    prefixes: tuple[int, ...]  # tokens cached before them
+    prefixes: tuple[int, ...]  # cached tokens before the chunk
     prefill: Table  # [chunk][prefix] seconds to prefill the chunk of one sequence
-    terms: KernelTerms = NO_TERMS  # corrections for what the two tables do not show
+    terms: KernelTerms = NO_TERMS  # corrections for effects that the two tables lack
     host: HostCost = NO_HOST  # added to the kernels
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class EngineProfile:
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, equal only for profiles with equal numbers and names."""
         values = asdict(self)
-        for grid in values["engines"]:  # profiles without these parts keep the digest of versions without them
+        for grid in values["engines"]:  # without these parts, the digest is that of older versions
             for part, nothing in (("terms", NO_TERMS), ("host", NO_HOST)):
                 if grid[part] == asdict(nothing):
                     del grid[part]

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields, replace
 
 from libra.cost.graphs import GraphKind
 
-# A host that serves takes longer than one that measures the same batch again and again: requests come and go, and the
-# garbage collector has more to do. Read off four workloads of Qwen3-8B on an H100 (docs/fidelity.md).
+# A host that serves takes longer than a host that repeats one batch in a measurement: requests change, and the garbage
+# collector has more to do. From four workloads of Qwen3-8B on an H100 (docs/fidelity.md).
 SERVING = 1.15
 
 
@@ -29,10 +29,10 @@ class HostCost:
 
     iteration: float = 0.0  # scheduling, preparing inputs, handling outputs
     request: float = 0.0  # for each request in the iteration
-    overlapped: bool = False  # prepared while the GPU is busy (asynchronous scheduling): only the longer one counts
+    overlapped: bool = False  # with the GPU (asynchronous scheduling): only the longer of the two counts
     admission: float = 0.0  # for each request admitted in the iteration
-    context_token: float = 0.0  # for each token of the admitted contexts: received, hashed
-    cached_token: float = 0.0  # for each of these that is cached: blocks found, held, put in block tables
+    context_token: float = 0.0  # for each token of the admitted contexts: receive and hash it
+    cached_token: float = 0.0  # for each cached token of these: find and hold its block, write block tables
     piecewise: float = 0.0  # least device time of an iteration with prefill, up to the largest graph
     eager: float = 0.0  # least device time of an iteration beyond the largest graph
     source: str = "not priced"
@@ -78,13 +78,13 @@ class HostCost:
 
 NO_HOST = HostCost()
 
-# Seconds of a host that has a name, over those of the machine that was measured. The faster one is fitted to two public
-# runs: Llama-3.1-8B without graphs on A100-40GB (25.6 ms a token) and Qwen3-8B on H100 (7.38 ms); hosts differ.
+# Seconds of a named host relative to those of the measured machine, since hosts differ. `fast` is fitted to two public
+# runs: Llama-3.1-8B without graphs on A100-40GB (25.6 ms a token) and Qwen3-8B on H100 (7.38 ms).
 NAMED_HOSTS: Mapping[str, float] = {"default": 1.0, "fast": 0.8}
 
-_PIECEWISE_LAYER, _EAGER_LAYER = 0.27e-3, 0.91e-3  # of 36 layers
+_PIECEWISE_LAYER, _EAGER_LAYER = 0.27e-3, 0.91e-3  # seconds per layer, measured with 36 layers
 # Operations that vLLM's `Qwen3DecoderLayer` and `LlamaDecoderLayer` launch: two norms, four products, the activation,
-# the rotation, the cache's update and attention; Qwen3 has norms of queries and keys besides.
+# the rotation, the cache's update and attention. Qwen3 also has norms of queries and keys.
 _NORMED, _PLAIN = 12, 10
 
 
@@ -98,7 +98,7 @@ def named_host(name: str, layers: int, plain: int = 0) -> HostCost:
 
 
 def default_host(layers: int, plain: int = 0) -> HostCost:
-    """The host of a model of `layers` layers without a measured host: vLLM 0.26 on a machine with an H100, with
+    """The host of a model of `layers` layers that has no measured host: vLLM 0.26 on a machine with an H100, with
     synchronous scheduling, from the grid of Qwen3-8B. Launch times are proportional to the layers, and without graphs
     also to the operations per layer; `plain` layers have no norms of queries and keys.
     """

@@ -25,8 +25,8 @@ class KernelTerms:
     """Corrections of a grid of kernel times."""
 
     spread: float = 0.0  # tokens of context that a token of `DecodeBatch.spread` counts as
-    shared: float = 0.0  # share of its price saved by a token that another request has in the same block
-    linear: float | None = None  # linear layers of an iteration with prefill, over the grid's; None: decode's, and more
+    shared: float = 0.0  # share saved of a token's price, if another request has the token in the same block
+    linear: float | None = None  # linear layers of an iteration with prefill, over the grid's; None: added to decode's
     longest: float = 0.0  # seconds for each token of the longest context, in an iteration with prefill
     decode: float = 1.0  # a decode without its context, over the grid's
     source: str = "none"

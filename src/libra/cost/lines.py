@@ -19,7 +19,9 @@ _TINY = float(np.finfo(float).tiny)
 
 @dataclass(frozen=True, slots=True)
 class LinearFit:
-    """`seconds = coefficients . features`; `heldout_error` is the mean relative error when each sample is left out."""
+    """`seconds = coefficients . features`. `heldout_error` is the mean relative error of samples that are left out of
+    the fit one by one.
+    """
 
     coefficients: tuple[float, ...]
     heldout_error: float
@@ -134,7 +136,7 @@ def iteration_lines(
     sizes, tokens, seconds, held = sizes[: last + 1], tokens[: last + 1], seconds[: last + 1], held[: last + 1]
     slope = _common_slope(tokens, seconds, held)
     rest = np.where(held, seconds - slope * tokens, np.inf).min(axis=1)
-    # Never falling with b: a price for fewer sequences must not exceed that of more.
+    # The rest must not fall with b: fewer sequences must not cost more.
     rest = np.minimum.accumulate(np.maximum(rest, 0.0)[::-1])[::-1]
     return tuple(IterationLine(float(step), float(rate), slope) for step, rate in hull_lines(sizes, rest, pieces))
 
@@ -207,7 +209,7 @@ def hull_lines(x: Array, y: Array, pieces: int) -> list[tuple[float, float]]:
         while len(hull) > 1:
             a, b = hull[-2], hull[-1]
             chord = y[a] + (y[index] - y[a]) * (x[b] - x[a]) / (x[index] - x[a])
-            if chord > y[b] * (1 + 1e-9):  # less is rounding, and not worth a line
+            if chord > y[b] * (1 + 1e-9):  # a smaller difference is rounding
                 break
             hull.pop()
         hull.append(index)
@@ -216,7 +218,7 @@ def hull_lines(x: Array, y: Array, pieces: int) -> list[tuple[float, float]]:
     starts, ends = np.array(hull[:-1]), np.array(hull[1:])
     slopes = (y[ends] - y[starts]) / (x[ends] - x[starts])
     intercepts = y[starts] - slopes * x[starts]
-    # A line below 0 at b = 0 is no price: the steepest one through 0 takes its place.
+    # A line below 0 at b = 0 is no price: the steepest line through 0 replaces it.
     below = intercepts < 0
     slopes = np.append(slopes[~below], np.min(y / x)) if below.any() else slopes
     intercepts = np.append(intercepts[~below], 0.0) if below.any() else intercepts

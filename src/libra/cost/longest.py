@@ -35,7 +35,7 @@ class MemberSeconds:
     shares: Floats  # [member] of all trajectories
     generates: Floats  # [member] seconds
     waits: Floats  # [member] seconds
-    seen: float | None  # equally weighted trajectories that they come from; None: they are known exactly
+    seen: float | None  # number of equally weighted trajectories behind the members; None: exact members
 
     @classmethod
     def of(cls, timing: EngineTiming, classes: Sequence[TrajectoryClass], together: Sequence[float] = ()) -> Self:
@@ -58,7 +58,7 @@ class MemberSeconds:
         return cls(of_class, share * by_member([it.share for it in classes]), generates, tools, seen)
 
     def more(self, generates: Sequence[float] = (), waits: Sequence[float] = ()) -> Self:
-        """Add the seconds of its class to each member."""
+        """Add seconds to each member, given by class."""
         return replace(
             self,
             generates=self.generates + (np.array(generates)[self.of_class] if generates else 0.0),

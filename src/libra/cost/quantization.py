@@ -47,7 +47,7 @@ class Quantization:
     """Quantization settings of one engine. Raises ValueError for an unknown name, starting with the key."""
 
     quantization: str | None = None  # None: as the checkpoint stores weights
-    kv_cache_dtype: str = "auto"  # auto: what the checkpoint asks for, otherwise 16 bits
+    kv_cache_dtype: str = "auto"  # auto: the checkpoint's type of KV, otherwise 16 bits
 
     def __post_init__(self) -> None:
         if self.quantization is not None and self.quantization not in WEIGHT_FORMATS:

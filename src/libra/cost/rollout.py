@@ -29,11 +29,11 @@ _EIGHTH = 8  # ratio between the ends of a secant
 class EngineTiming:
     """Seconds of one engine: lower bounds of decode iterations, prefill, and other costs of a turn."""
 
-    lines: tuple[IterationLine, ...]  # each holds up to the number of seats that it was made for
+    lines: tuple[IterationLine, ...]  # each is valid up to the number of sequences that it was made for
     per_prefill_token: float
     per_prefill_context: float  # for each pair of a new token and a token before it
     per_turn: float
-    per_admitted_token: float = 0.0  # of the context that a turn is admitted with, mostly cached
+    per_admitted_token: float = 0.0  # for each token of an admitted context, most of them cached
 
     def iteration_seconds(self, sequences: float, context_tokens: float) -> float:
         return max(
@@ -75,8 +75,8 @@ def work(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_token
 def prefill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
     """Engine seconds to prefill a trajectory's prompt and tool returns once each.
 
-    They are spread over the growing context, so on average half of the final context precedes a prefilled token or an
-    admitted turn.
+    Prompt and tool returns are spread over the growing context, so on average half of the final context precedes a
+    prefilled token or an admitted turn.
     """
     token, admission = prompt_seconds(timing, cls.mean_context)
     return cls.prefill * token + cls.turns * (admission - timing.per_turn)

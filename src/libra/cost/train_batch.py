@@ -22,15 +22,15 @@ class Packed:
 
     repeats: Array  # of each kind
     tokens: Array  # in one micro-batch of the kind
-    keys: Array  # sum over its tokens of the keys each sees
+    keys: Array  # sum, over the tokens of one micro-batch, of the keys that a token sees
 
     @property
     def count(self) -> float:
         return float(self.repeats.sum())
 
     def of_rank(self, ranks: int, count: int) -> tuple[Array, Array]:
-        """Tokens and keys of the `count` micro-batches of one of `ranks` ranks, which get micro-batches in turn. The
-        lightest are at both ends, where a pipeline fills and drains.
+        """Tokens and keys of the `count` micro-batches of one rank, if `ranks` ranks get micro-batches in turn. The
+        lightest micro-batches are at both ends, where a pipeline fills and drains.
         """
         position = (np.arange(count) + 0.5) * ranks
         kind = np.minimum(np.searchsorted(np.cumsum(self.repeats), position), len(self.repeats) - 1)
@@ -103,8 +103,9 @@ class Batch:
         """Work of the most loaded rank relative to the mean, with whole trajectories distributed as evenly as possible.
 
         It is the larger of two lower bounds for any assignment. The first is the longest trajectory. The second, for k
-        up to 3, is the k + 1 shortest of the k * ranks + 1 longest trajectories, since some rank gets k + 1 of those.
-        Longest-first assignment comes close (at most a third above the optimum, Graham 1969, SIAM J. Appl. Math. 17:2).
+        up to 3, is the sum of the k + 1 shortest of the k * ranks + 1 longest trajectories, since some rank gets k + 1
+        of them. Longest-first assignment comes close (at most a third above the optimum, Graham 1969, SIAM J. Appl.
+        Math. 17:2).
         """
         work = np.array([per_token * length + per_key * _keys(length) for length in self.lengths])
         upto = np.cumsum(self.counts)

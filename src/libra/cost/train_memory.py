@@ -23,14 +23,14 @@ from libra.hardware.layers import LayerKind
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, Array, LayoutTable, ParallelLayout
 
-Reference = Literal["none", "resident", "offloaded", "base"]  # base: the frozen weights beside adapters
+Reference = Literal["none", "resident", "offloaded", "base"]  # base: the frozen weights below adapters
 
 # CUDA context and kernels (0.5-0.8 GiB on A100 and H100), NCCL channels of a few groups, cuBLAS workspaces.
 CONTEXT = 2 * 2.0**30
-# What a caching allocator holds and cannot use, of the whole device. Assumed: allocators with expandable segments
-# keep it below this.
+# Share of the device's memory that a caching allocator holds and cannot use. Assumed: with expandable segments, the
+# share stays below this.
 FRAGMENTATION = 0.05
-LOGIT_CHUNK = 2048  # tokens whose logits exist at one time where they are chunked
+LOGIT_CHUNK = 2048  # tokens whose logits exist at one time, if logits are computed in chunks
 
 _ZERO2, _ZERO3 = SHARDING.index("zero2"), SHARDING.index("zero3")
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
@@ -55,7 +55,7 @@ class MemoryBreakdown:
 
     @property
     def largest(self) -> str:
-        """The largest item."""
+        """Name of the largest item."""
         return max(MEMORY_ITEMS, key=lambda item: float(getattr(self, item)))
 
 
@@ -89,7 +89,7 @@ def stage_parameters(model: ModelSpec, table: LayoutTable) -> StageParameters:
         held = _beside_routed(kind, model.hidden, tp)
         routed = kind.parameters(model.hidden).routed / table.expert_parts
         dense, experts = dense + layers * held, experts + layers * routed
-        if kind.experts or not model.experts:  # a layer with experts stands for those without
+        if kind.experts or not model.experts:  # layers with experts represent layers without
             largest = np.maximum(largest, held + routed)
     return StageParameters(dense, experts, largest, embedding)
 
@@ -105,7 +105,7 @@ def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, A
     """Every kind of layer, with a column of its number in the heaviest pipeline stage (`ModelSpec.stage`)."""
     degrees, at = np.unique(table.pp, return_inverse=True)
     each = [[count for _, count in model.stage(int(pp))] for pp in degrees]
-    counts = np.array(each, dtype=float).reshape(len(degrees), len(model.kinds))  # also where there are no layouts
+    counts = np.array(each, dtype=float).reshape(len(degrees), len(model.kinds))  # also for a table without layouts
     return [(kind, counts[at, index]) for index, kind in enumerate(model.kinds)]
 
 
@@ -130,7 +130,7 @@ def memory_columns(
     ranks = table.dp * table.cp
     whole, divided = parameters.total, parameters.dense / ranks + parameters.experts / table.expert_copies
     weights = state.weights * np.where(table.sharding == _ZERO3, divided, whole)
-    copied = np.where(table.sharding == _ZERO3, 0.0, state.copies * whole)  # fully sharded, of what is gathered alone
+    copied = np.where(table.sharding == _ZERO3, 0.0, state.copies * whole)  # fully sharded: only of gathered units
     gradients = state.gradients * np.where(table.sharding >= _ZERO2, divided, whole)
 
     tokens = np.maximum(table.micro_tokens, longest) / table.cp
@@ -140,19 +140,19 @@ def memory_columns(
     every, kept = of_layer(model, table, state)
     inside_layer = np.where(table.recompute == _FULL, every, 0.0)  # the layer that is being computed again
     logit_tokens = np.where(table.chunked == 1, np.minimum(tokens, LOGIT_CHUNK), tokens)
-    # Logits in the weights' precision, the fp32 copy that log-probabilities are taken from, and its gradient; eagerly
-    # that copy, the log-probabilities and the gradient of either.
+    # Fused: logits in the weights' precision, their fp32 copy for log-probabilities, and its gradient. Eager: the fp32
+    # copy, the log-probabilities and the gradient of one of the two.
     each_logit = 12 if execution == "eager" else state.weights + 4 + 4
     logits = logit_tokens * each_logit * model.vocab / table.tp
     outside, copies = np.zeros_like(tokens), np.zeros_like(tokens)
     if execution == "eager":
-        # After the last layer: the norm's input in fp32, before and after its weights, and the gradient.
+        # After the last layer: the norm's input in fp32, its output before and after its weights, and the gradient.
         outside = tokens * model.hidden * (4 + 3 * state.weights) / table.tp
-        # Of the layer that is computed again: the gradient of its gated product.
+        # The layer that is computed again also has the gradient of its gated product.
         inside_layer = inside_layer + np.where(
             table.recompute == _FULL, state.product * mlp_width(model) / table.tp, 0.0
         )
-        if state.product < state.weights:  # what autocast makes of the weights: with recomputation only of the head's
+        if state.product < state.weights:  # autocast's copies of weights; with recomputation only the head's
             head = state.product * parameters.embedding
             copies = np.where(table.recompute == _FULL, 0.0, state.product * whole)
             logits = logits + np.where(table.recompute == _FULL, head, 0.0)
@@ -161,7 +161,7 @@ def memory_columns(
     first = tokens * (layers * kept * first_held + inside_layer) + copies
     last = tokens * (layers * kept * last_held + inside_layer) + copies + outside
     if not accumulated:
-        # Gradients come as activations go, that of the head first; where it is the embedding, too, that one's is added.
+        # Gradients are made while activations are freed, the head's first. A tied embedding adds its gradient last.
         head = state.gradients * parameters.embedding
         begun = layers * kept * tokens + copies + outside + head + np.maximum(logits, inside_layer * tokens)
         ended = gradients + np.maximum(inside_layer * tokens, head if model.tied else 0.0)
@@ -175,7 +175,8 @@ def memory_columns(
     gathered = state.weights * (unit + parameters.layer) + (state.gradients + state.copies) * unit
     reduced = state.gradients * unit
     workspace = np.where(table.sharding == _ZERO3, gathered, np.where(table.sharding == _ZERO2, reduced, 0.0))
-    # The reference is stored like the weights. Offloaded, it comes while there are no gradients, into their room.
+    # The reference is stored like the weights. An offloaded reference is loaded into the memory of gradients, which do
+    # not exist then.
     kept_reference = {
         "none": np.zeros_like(weights),
         "base": np.zeros_like(weights),
@@ -229,8 +230,8 @@ def training_memory(
 
 
 def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
-    """Activation bytes per layer and token on one device: without recomputation, and of the part that is kept. If
-    layers differ, bytes are a mean over the mixers of all layers; MLPs with experts represent all MLPs.
+    """Activation bytes per layer and token on one device: all bytes of a layer, and the bytes kept for the backward
+    pass. If layers differ, bytes are a mean over the mixers of all layers; MLPs with experts represent all MLPs.
     """
     tp, value = table.tp, state.weights
     norms, product = model.hidden * mean_of(model, lambda kind: float(kind.parts)), mlp_width(model)
@@ -238,7 +239,7 @@ def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingB
     routed = np.zeros_like(tp)
     if model.experts:
         experts = model.experts
-        # Routed tokens are one copy for each expert they go to, on every rank of those that divide the expert.
+        # A routed token has a copy for each of its experts, on every rank that has a part of the expert.
         of_token = 2.0 * experts.active * experts.width(model.hidden) + 2 * experts.count
         routed = of_token * np.where(table.whole == 1, 1 / tp, 1.0)
     every = value * (norms / tp + norms / tp + heads + routed) + state.product * 3 * product / tp
@@ -280,8 +281,8 @@ def mean_of(model: ModelSpec, of: Callable[[LayerKind], Any]) -> Any:
 
 
 def mlp_width(model: ModelSpec) -> float:
-    """Mean width, over all layers, of the product inside the MLP of one token, over all its experts. Experts represent
-    the MLPs of layers without experts.
+    """Mean width, over all layers, of the product inside the MLP for one token, summed over the token's experts.
+    Experts represent the MLPs of layers without experts.
     """
     experts = model.experts
     widest = experts.active * experts.intermediate + experts.shared_intermediate if experts else model.intermediate

@@ -29,11 +29,11 @@ from libra.hardware.parallel import RECOMPUTE, Array, LayoutTable
 ATTENTION_BACKWARD = 2.5  # FLOPs of FlashAttention's backward, relative to its forward
 LAUNCH = 8e-6  # seconds per operation, measured with linear layers on A100 and H100
 OPERATIONS = 16  # kernels of one layer's forward that are not hidden behind others
-# Seconds of the host for the forward pass of one layer with experts, which no device undercuts: Megatron Bridge trains
-# Qwen3-30B-A3B in micro-batches of 4,096 tokens on B200 with 9,299 and 9,691 tokens/s
-# (docs/performance-summary-archive.md, 25.11 and 26.02), 9.2 and 8.8 ms for a layer's forward and backward, of which
-# the device needs 3.5; with four times the tokens it is 2.8 times as fast. H100, 9.6 ms, was not fitted to. A backward
-# pass launches twice the kernels.
+# Seconds of the host for the forward pass of one layer with experts; no device is faster. Source: Megatron Bridge
+# trains Qwen3-30B-A3B in micro-batches of 4,096 tokens on B200 with 9,299 and 9,691 tokens/s
+# (docs/performance-summary-archive.md, 25.11 and 26.02). This is 9.2 and 8.8 ms for a layer's forward and backward, of
+# which the device needs 3.5 ms; with four times the tokens, training is 2.8 times as fast. H100, 9.6 ms, is not part of
+# the fit. A backward pass launches twice the kernels.
 EXPERT_HOST = 3e-3
 HIDDEN = 0.8  # assumed: share of a computation behind which communication can hide; both use the same memory and SMs
 
@@ -69,11 +69,11 @@ class Passes:
     backward: Array
     attention_forward: Array
     attention_backward: Array
-    head: Array  # one forward of the language-model head, beyond the layers that its stage has less than others
+    head: Array  # one forward of the language-model head, less the layers that its stage lacks
     layer_recompute: Array
     exchange_forward: Array  # tensor, context and expert parallelism, sending between stages
     exchange_backward: Array
-    hidden: Array  # of tensor parallelism, behind products of the backward pass, where nothing else can hide then
+    hidden: Array  # tensor-parallel exchange behind products of the backward pass; nothing else hides there
 
 
 def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
@@ -86,13 +86,14 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     kinds = stage_kinds(model, table)
     layers = np.ceil(model.layers / table.pp)
     tokens = batch.tokens / table.dp / cp  # of one rank, on one of its context-parallel devices
-    # Ring attention is a kernel and a merge for each part of the keys.
+    # Ring attention launches a kernel and a merge for each part of the keys.
     launches = counts * layers * (OPERATIONS + 2 * (cp - 1)) * LAUNCH
 
     forward, attention, head = _computed(work, table, counts, rates)
     if rates.fused is not None:
         least, slower_attention, slower_head = _computed(work, table, counts, rates.fused)
-        # Backward takes twice the forward and 2.5 times its attention: what attention gains is bounded with both.
+        # Fused kernels bound layers and attention together, so layers must not gain what attention gains. The backward
+        # pass takes the layers twice and attention 2.5 times, hence the ratio.
         gained = ATTENTION_BACKWARD / 2 * np.maximum(0.0, slower_attention - attention)
         forward, head = np.maximum(forward, least + gained), np.maximum(head, slower_head)
     if state.trained < 1:  # products of the adapters
@@ -110,14 +111,14 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     # Gather and scatter, around attention and around the MLP.
     per_layer = np.where(tp > 1, 2 * mean_of(model, lambda kind: float(kind.parts)) * whole, 0.0)
     per_sparse, sparse = np.zeros(len(table)), sum(count for kind, count in kinds if kind.experts)
-    products = layers * per_layer  # what of it is around products that every token takes
+    products = layers * per_layer  # the part around products that every token needs
     if model.experts:
         width = model.experts.width(model.hidden)
         copies = micro * model.experts.active * width * value
         reached = partial(reached_parts, model.experts)
         between = Group(table.ep, np.where(table.whole == 1, 1.0, tp))
         moved = dispatch_seconds(micro * width * value / tp, reached, between, fabric)
-        # Around attention; then around experts that are divided, whose ranks need every token, or around shared ones.
+        # Gathers around attention; and around divided experts, whose ranks need every token, or around shared experts.
         shared = 2 * whole if model.experts.shared_intermediate else np.zeros_like(whole)
         gathered = np.where(table.whole == 1, shared, 2 * all_gather_seconds(copies, group, fabric))
         beside = np.where(tp > 1, 2 * whole + gathered, 0.0)
@@ -131,15 +132,15 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     backward_attention = ATTENTION_BACKWARD * attention
     passed = counts * layers * ring
     ring_forward = np.maximum(0.0, passed - HIDDEN * attention)
-    # Backward, the gradients of keys and values travel with them.
+    # In the backward pass, the gradients of keys and values are sent with them.
     ring_backward = np.maximum(0.0, 2 * passed - HIDDEN * backward_attention)
     again_exchange = np.where(table.recompute == _FULL, layers_exchange - counts * sent + ring_forward, 0.0)
     exchange_forward, exchange_backward = layers_exchange + ring_forward, layers_exchange + ring_backward
     hidden = np.zeros(len(table))
     if state.trained == 1:
-        # Backward, only the gradient of a part's output is gathered before its products. Its input is gathered again
-        # behind the first of them, and the input's gradient scattered behind the second, that of the weights
-        # (Megatron-LM, core/tensor_parallel/layers.py).
+        # In the backward pass, only the gradient of a part's output is gathered before its products. The part's input
+        # is gathered again behind the first product. The input's gradient is scattered behind the second product, which
+        # gives the weights' gradient (Megatron-LM, core/tensor_parallel/layers.py).
         hidden = np.minimum(counts * products / 2, HIDDEN * 2 * forward)
         exchange_backward = exchange_backward - hidden
     forward, backward = forward + launches, (1 + state.trained) * (forward + launches)
@@ -186,7 +187,7 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
         dense = dense + number * (of_kind.total - of_kind.routed)
         sparse = sparse + number * (kind.experts is not None)
     routed = sparse * active * model.expert_parameters
-    # A pass reads every expert of the device once per micro-batch, however few tokens come to it.
+    # A pass reads every expert of the device once per micro-batch, even for few tokens.
     held = sparse * model.expert_parameters * count / table.expert_parts
     reading = counts * held * state.weights / rates.bandwidth
     experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
@@ -202,7 +203,7 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
         forward = forward + counts * (dense / tp + held) * (state.weights + state.product) / rates.bandwidth
     head = 2 * model.vocab * model.hidden * tokens / tp / (rates.head or rates.linear)
     keys = batch.context_sum / table.dp
-    # Where layers differ, each stage is assumed to have its share of all attention and states.
+    # If layers differ, each stage is assumed to have its share of all attention and states.
     attention = model.key_flops(mean) * keys * layers / model.layers / (tp * table.cp) / rates.attention
     if model.token_flops:
         attention = attention + model.token_flops * tokens * layers / model.layers / tp / rates.attention

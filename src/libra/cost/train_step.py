@@ -36,8 +36,8 @@ class TrainStep:
     compute: float  # forward and backward of everything but attention, kernel launches included
     attention: float  # forward and backward
     recompute: float  # activations and chunked logits made again
-    forwards: float  # log-probabilities of the old policy and of the reference, with its loading
-    communication: float  # of all parallel degrees, as far as it is not hidden
+    forwards: float  # log-probabilities of the old policy and of the reference, including its loading
+    communication: float  # of all parallel degrees, without the hidden part
     bubble: float  # the stage waits for the pipeline to fill and drain
     imbalance: float  # the other ranks wait for the one with most work
     optimiser: float
@@ -104,7 +104,7 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
     packed = {int(size): work.batch.packed(int(size)) for size in sizes}
     share = np.ceil(np.array([kinds.count for kinds in packed.values()])[at] / table.dp - 1e-9)
     counts = np.maximum(1.0, share)
-    # Interleaved, parts of pp micro-batches take turns: Megatron-LM wants a multiple of pp.
+    # Interleaved, parts of pp micro-batches take turns: Megatron-LM requires a multiple of pp.
     counts = np.where(table.virtual > 1, np.ceil(counts / table.pp) * table.pp, counts)
     passes = layer_passes(work, table, counts)
     scored = work.scored
@@ -171,7 +171,7 @@ def _data_parallel_seconds(
         occurs = (size > 0) & (np.asarray(group.size) > 1)
         gather += np.where(occurs, all_gather_seconds(state.weights * size, group, fabric), 0.0)
         reduce += np.where(occurs, reduce_scatter_seconds(state.gradients * size, group, fabric), 0.0)
-    # The first unit is gathered, and the last reduced, when there is nothing yet, or nothing more, to hide behind.
+    # No computation hides the gathering of the first unit, or the reduction of the last.
     unit = np.maximum(parameters.layer, parameters.embedding) / parameters.total
     window_forward, window_backward = HIDDEN * forward / counts, HIDDEN * backward / counts
 

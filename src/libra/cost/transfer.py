@@ -23,7 +23,7 @@ from libra.hardware.parallel import Array
 
 Column = Array | float
 
-# Assumed: what NCCL gets out of RoCE or InfiniBand of the stated speed.
+# Assumed share of the stated speed of RoCE or InfiniBand that NCCL reaches.
 NETWORK_SHARE = 0.9
 # An all-reduce of 8 KiB among eight A100 takes about 25 us: 14 steps of a ring.
 LINK_LATENCY = 1.8e-6
@@ -91,10 +91,10 @@ def all_reduce_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
 def dispatch_seconds(size: Column, reached: Callable[[Array], Array], group: Group, fabric: Fabric) -> Array:
     """Seconds in which every device sends its tokens, `size` bytes in total, to the devices with their experts.
 
-    A token goes once to each node, and inside the node once to each device, with any of its experts, as in DeepEP
-    (github.com/deepseek-ai/DeepEP), which Megatron-LM and NeMo AutoModel use. `reached(n)` is the mean number of parts
-    with one of a token's experts, if the experts are divided into n equal parts. Returning the results takes equally
-    long.
+    A token goes once to each node that has one of its experts, and inside the node once to each such device, as in
+    DeepEP (github.com/deepseek-ai/DeepEP), which Megatron-LM and NeMo AutoModel use. `reached(n)` is the mean number of
+    parts with one of a token's experts, if the experts are divided into n equal parts. Returning the results takes
+    equally long.
     """
     members = group.members(fabric)
     nodes = group.size / members
@@ -115,11 +115,11 @@ def point_to_point_seconds(size: Column, stride: Column, fabric: Fabric) -> Arra
 
 
 # checkpoint-engine's benchmark (README, vLLM 0.10.2): GLM-4.5-Air (213 GB) 3.47 s and Qwen3-235B-A22B (470 GB) 6.22 s
-# on eight H800 are 1.2 s and 93 GB/s; DeepSeek-V3.1 (689 GB) 11.33 s and Kimi-K2 (1.03 TB) 16.04 s on 256 H20 are
-# 1.2 s and 68-69 GB/s. Every engine sees all weights and copies its shards of them, whatever its tp.
+# on eight H800 give 1.2 s and 93 GB/s; DeepSeek-V3.1 (689 GB) 11.33 s and Kimi-K2 (1.03 TB) 16.04 s on 256 H20 give
+# 1.2 s and 68-69 GB/s. Every engine receives all weights and copies its shards, at any tp.
 UPDATE_START = 1.2
 UPDATE_RATE = 68e9
-HOST_LINK = 25e9  # bytes/s of a device to and from host memory, both ways at a time: PCIe 4 x16 as achieved
+HOST_LINK = 25e9  # bytes/s of a device to and from host memory, in both directions at once: achieved by PCIe 4 x16
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class WeightSync:
 
 
 def weight_sync(weight_bytes: float, trainer_nodes: float, engine_nodes: float, fabric: Fabric) -> WeightSync:
-    """Send `weight_bytes` from the nodes that train to those that generate, and load them.
+    """Cost of sending `weight_bytes` from the nodes that train to the nodes that generate, and of loading them.
 
     Trainers send their shards without gathering them first. Engine nodes forward them in a pipelined chain (van de
     Geijn 1994), so each byte leaves the trainers once and enters every engine node once. Engines load while they
@@ -152,7 +152,7 @@ def weight_sync(weight_bytes: float, trainer_nodes: float, engine_nodes: float, 
 def kv_move_seconds(
     tokens: float, kv_bytes_per_token: float, fabric: Fabric, same_node: bool, devices: int = 1
 ) -> float:
-    """Move the KV of `tokens` tokens from one engine to another, each of `devices` devices that share the bytes.
+    """Seconds to move the KV of `tokens` tokens between two engines of `devices` devices each, which share the bytes.
 
     `kv_bytes_per_token` covers all layers and heads. Between nodes, each device has its share of the node's network. A
     move pays if it takes less than prefilling the tokens again.

@@ -1,8 +1,8 @@
 """A grid of whole iterations for the planner: corrected kernels, host overhead, and effects between requests of a
 batch.
 
-Invariant: an iteration takes the mean time of the simulator (`libra.sim.engine.grid_cost`) over batches of such
-requests. Only the simulator prices shared blocks.
+Invariant: an iteration takes the mean time of the simulator (`libra.sim.engine.grid_cost`) over batches with the
+statistics of a `RunningBatch`. Only the simulator prices shared blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def whole_iterations(
         kind, _ = graph_of(tokens, sizes, max_num_seqs, "FULL_AND_PIECEWISE", uniform=uniform)
         return host.launching(kind)
 
-    # With a point near 0 the least of a row does not tilt what lies before its first one.
+    # With a point near 0, a lower limit in a row does not tilt the times extrapolated before the first point.
     chunks, contexts = (tuple(sorted({1, *axis})) for axis in (grid.chunks, grid.contexts))
     more = 0.0 if terms.linear is None else terms.linear - 1
     linear = linear_layers(grid, max(grid.chunks[-1], max_num_batched_tokens))
@@ -103,7 +103,7 @@ def whole_iterations(
     )
     decode = []
     for sequences, row in zip(grid.batches, np.asarray(kernels).tolist(), strict=True):
-        # Batches above `max_num_seqs` never run: they are there for the times in between.
+        # Batches above `max_num_seqs` never run; their times serve interpolation.
         launched, cpu = launching(min(sequences, max_num_seqs), uniform=True), host.seconds(sequences)
         device = [max(seconds, launched) for seconds in row]
         decode.append(
@@ -112,7 +112,7 @@ def whole_iterations(
                 for context, its in zip(contexts, device, strict=True)
             )
         )
-    # What launching adds may end with the largest batch, whose prefill takes longer: that slope is not extrapolated.
+    # Launches may add nothing to the largest batch, whose prefill takes longer. Do not extrapolate this slope.
     decode[-1] = tuple(max(its) for its in zip(*decode[-2:], strict=True))
     return replace(
         grid, chunks=chunks, contexts=contexts, decode=tuple(decode), prefill=prefill, terms=NO_TERMS, host=NO_HOST

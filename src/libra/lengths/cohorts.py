@@ -45,7 +45,7 @@ class Sums(NamedTuple):
     unknown_returns: float  # tool returns without recorded seconds
     tool_seconds: float  # seconds of all tool returns
     tool_seconds_squared: float  # of the trajectory's tool seconds
-    generated_tool_seconds: float  # the product of both
+    generated_tool_seconds: float  # product of `generated` and `tool_seconds`
 
 
 LOG_CONTEXT = Sums._fields.index("log_context")

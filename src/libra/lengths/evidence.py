@@ -32,7 +32,7 @@ class Drift:
     ones.
     """
 
-    distance: float  # largest difference between recent and older ones, as a share of trajectories
+    distance: float  # largest difference between recent and older trajectories, as a share of all
     threshold: float  # threshold that chance exceeds in at most `FALSE_ALARM_RATE` of tests
     drifted: bool
 
@@ -57,11 +57,12 @@ def hazard(finished: Array, risk: Array) -> Array:
 
 def lift(finished: Array, running: Array, passed: Array) -> Array:
     """[bin] weight of the trajectories that each finished one in the bin represents: itself, and its share of earlier
-    censored ones.
+    censored trajectories.
 
     It is the inverse probability that a trajectory is still observed in the bin (Robins & Rotnitzky 1992), estimated by
     the product limit. The sum of `lift * finished` up to a bin is that bin's cumulative share of the total (Satten &
-    Datta 2001). All weights are 1 if no trajectory is running."""
+    Datta 2001). All weights are 1 if no trajectory is running.
+    """
     risk = at_risk(finished, running, passed)
     total = float((finished + running).sum())
     seen = np.divide(total, risk, out=np.zeros_like(risk), where=risk > 0)
@@ -110,7 +111,7 @@ class WeighedCohorts:
     counts for itself and for the running trajectories that it represents (`lift`).
     """
 
-    weights: Array  # [cohort] start version of its newest trajectory
+    weights: Array  # [cohort] weight of each of its trajectories in the slow memory
     finished: Array  # [bin, power]
     ended: Array  # [bin, power] including the running trajectories that are furthest in work or context
     sums: Array  # [bin, field] of the finished trajectories

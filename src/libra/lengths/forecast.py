@@ -18,7 +18,7 @@ from libra.lengths.cohorts import LOG_CONTEXT, Cohort
 from libra.lengths.evidence import WeighedCohorts
 from libra.lengths.members import Member
 
-DAMPING = 0.9  # damping: change per future version, as a factor on the change before (Gardner & McKenzie 1985)
+DAMPING = 0.9  # change in a future version, relative to the version before (Gardner & McKenzie 1985)
 # A trend is a small change between noisy levels, so its memory has this many half-lives of the other statistics.
 TREND_MEMORY = 4
 _MIN_POINTS = 6  # a line with a step through fewer points has no residuals for an error estimate

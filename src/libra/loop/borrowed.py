@@ -19,7 +19,7 @@ class RunBorrowing(Protocol):
         ...
 
     def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:
-        """Loans of the workers among `lent` that are on devices of the run's own servers."""
+        """Map each worker of `lent` on a device of the run's own servers to its loan."""
         ...
 
     async def start(self, phase: Callable[[str], None]) -> None:

@@ -37,13 +37,14 @@ def profile_key(
     model_config: Mapping[str, Any],
     code: Path = Path(libra.__file__).parent,
 ) -> str:
-    """Key over all inputs of a measured profile. `hardware`: by a launcher's name; `code`: this library."""
+    """Key over all inputs of a measured profile. `hardware`: description by the launcher; `code`: directory of
+    libra."""
     parts = {
         "hardware": hardware,
         "precision": precision,
         "model": dict(model_config),
         "cluster": config.cluster.model_dump(include=_LAID_OUT),
-        "start": config.start.model_dump(),  # which workers are measured side by side
+        "start": config.start.model_dump(),  # decides which workers are measured at the same time
         "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
         "servers": 0 if config.lending is None else config.lending.servers,
         "training": config.training.model_dump(include=_TRAINED),
@@ -68,7 +69,7 @@ def profile_path(key: str) -> Path:
 
 
 def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]) -> DeviceProfile | None:
-    """Costs of this machine's workers, from the user's file or an earlier run; None if they must be measured."""
+    """Costs of this machine's workers, from the user's file or the cache; None if neither has them."""
     if calibration is not None:
         return load_profile(calibration)
     path = profile_path(key)
@@ -81,8 +82,8 @@ def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]
 async def measured_profile(
     key: str, config: RunConfig, hardware: str, executor: RunExecutor, recovery: Recovery, say: Callable[[str], None]
 ) -> DeviceProfile:
-    """Measure the workers under the run's conditions, and cache the costs. From now on, engines transfer KV if this
-    pays. Raises `DiskError`.
+    """Measure the workers under the run's conditions, and cache the costs. After the measurement, engines transfer KV
+    only if a transfer can pay. Raises `DiskError`.
     """
     engines, trajectories = config.engines, config.training.trajectories
     fleet, began = executor.processes.fleet, time.monotonic()
@@ -92,14 +93,14 @@ async def measured_profile(
         handover.price_by(profile)
         prepared = any(handover.place(entry.handle) is not None for entry in fleet.instances())
         if prepared and not handover.may_pay(executor.longest_context):
-            # Whether KV is handed over stays decided: engines that start from here on cannot do it, whatever they cost.
+            # Engines that start from here on cannot transfer KV, so a later measurement cannot change this decision.
             measured = profile
             profile = await recovery.attempts(
                 "measuring engines that hand no KV over",
                 lambda: measure_plain(executor, engines, trajectories, measured),
             )
     own = [worker for worker in executor.pool.healthy() if worker.lent is None]
-    if len(own) == config.cluster.slots:  # else it is of a smaller machine
+    if len(own) == config.cluster.slots:  # otherwise the costs are of fewer workers than the key says
         path = profile_path(key)
         with writing(path):
             save_profile(path, profile)

@@ -49,12 +49,12 @@ _KEPT = 2  # checkpoints: if the newest is damaged, a run continues from the one
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The controller's part of a checkpoint. It covers the finished episodes; the groups in progress are in the files
-    of episodes.
+    """The controller's part of a checkpoint. It covers finished episodes; the files of episodes have the groups in
+    progress.
     """
 
     step: int
-    seconds: float  # of the reinforcement learning so far
+    seconds: float  # of reinforcement learning up to this step
     tracker: dict[str, Any]
     policy: dict[str, Any]
     started: Evaluation
@@ -73,7 +73,7 @@ class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -> Path:
     """Write `checkpoint-<step>`, read it back, and delete all older checkpoints except the previous one. Raises
-    `DiskError`, and then keeps the earlier checkpoints.
+    `DiskError` without deleting any checkpoint.
     """
     target = directory / f"checkpoint-{state.step}"
     part = directory / f"{target.name}.part"
@@ -87,7 +87,7 @@ async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -
             part.rename(target)
         await asyncio.to_thread(force_directory, directory)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)  # other files may need its space now
+        shutil.rmtree(part, ignore_errors=True)  # free its disk space for other files
         raise
     for older in _numbered(directory)[_KEPT:]:
         shutil.rmtree(older)
@@ -97,19 +97,19 @@ async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -
 
 
 def can_be_resumed(directory: Path) -> bool:
-    """Whether a run directory holds a finished checkpoint."""
+    """Whether a run directory has a finished checkpoint."""
     return any((path / MANIFEST).is_file() for path in _numbered(directory))
 
 
 def latest_checkpoint(directory: Path, *, contents: bool = True) -> tuple[Path, RunState]:
-    """The newest checkpoint of a run directory that is not damaged; without `contents`, only its state is read
-    completely. Raises `ConfigError` if there is none."""
+    """The newest checkpoint of a run directory that is not damaged. Without `contents`, the check reads only the
+    controller's state in full. Raises `ConfigError` if every checkpoint is damaged or missing."""
     path, state, _ = _newest(directory, contents)
     return path, state
 
 
 def _newest(directory: Path, contents: bool) -> tuple[Path, RunState, dict[Path, str]]:
-    """The newest good checkpoint, and the fault of each newer one."""
+    """The newest undamaged checkpoint, and the fault of each newer one."""
     damaged = dict[Path, str]()
     for path in _numbered(directory):
         try:
@@ -119,7 +119,7 @@ def _newest(directory: Path, contents: bool) -> tuple[Path, RunState, dict[Path,
     if damaged:
         why = next(iter(damaged.values()))
         raise ConfigError(f"name: {directory} has no complete checkpoint ({why}); start again with --overwrite")
-    raise ConfigError(f"name: {directory} holds no checkpoint to resume from; start again with --overwrite")
+    raise ConfigError(f"name: {directory} has no checkpoint to resume from; start again with --overwrite")
 
 
 def _read_checkpoint(path: Path, contents: bool) -> RunState:
@@ -131,9 +131,9 @@ def _read_checkpoint(path: Path, contents: bool) -> RunState:
     except (ValueError, msgspec.ValidationError, RecursionError) as error:
         raise RecordFormatError(f"{where}: {error}") from None
     if saved.format != FORMAT:
-        raise RecordFormatError(f"{where}: format {saved.format} is not the {FORMAT} of this version of libra")
+        raise RecordFormatError(f"{where}: format {saved.format}, but this version of libra reads format {FORMAT}")
     if path.name != f"checkpoint-{saved.step}":
-        raise RecordFormatError(f"{where}: it is the state of step {saved.step}")
+        raise RecordFormatError(f"{where}: its state is of step {saved.step}, not of the step in the directory's name")
     started = parse_record(Evaluation, json.dumps(saved.started), where)
     return RunState(saved.step, saved.seconds, saved.tracker, saved.policy, started)
 
@@ -146,8 +146,8 @@ def _numbered(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Extent of a run's records: the last step, its end, and the number of periods. `damaged` names the files that lost
-    lines, with the number of lines."""
+    """Extent of a run's records: the last step, its time, and the number of periods. `damaged` has a line for each file
+    with torn lines, and says how many."""
 
     step: int = 0
     time: float = 0.0
@@ -167,27 +167,27 @@ class Interrupted:
 
     @property
     def seconds(self) -> float:
-        """Seconds of reinforcement learning so far."""
+        """Seconds of reinforcement learning up to the interruption."""
         return max(self.state.seconds, self.recorded.time)
 
 
 def read_interrupted(directory: Path) -> Interrupted:
-    """State of an interrupted run; a damaged checkpoint newer than the one found is renamed to `<name>.damaged`. Raises
-    `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` if the run cannot be resumed, and
+    """State of an interrupted run. Renames damaged checkpoints newer than the one it returns to `<name>.damaged`.
+    Raises `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` if the run cannot be resumed, and
     `DiskError`."""
     check_kinds(directory)
     checkpoint, state, damaged = _newest(directory, contents=True)
     history = read_history(directory, state.step)
     found = replay(read_journal(directory / "journal.jsonl"))
     recorded = cut_back(directory, history.version)
-    for path in damaged:  # it must not be in the way of the one that this run writes at that step
+    for path in damaged:  # the resumed run writes its own checkpoint under this name
         set_aside(path)
     words = tuple(f"{why}: the run continues from {checkpoint.name}" for why in damaged.values())
     return Interrupted(checkpoint, state, history, found, replace(recorded, damaged=words + recorded.damaged))
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that `--resume` continues from the one before it; returns its new place. Raises
+    """Rename a damaged checkpoint, so that `--resume` continues from the previous one; returns the new path. Raises
     `DiskError`."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     with writing(checkpoint):
@@ -197,8 +197,8 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def check_kinds(directory: Path) -> None:
-    """Check that each name in a run directory is a regular file or a directory, as a run creates it. Opening other
-    kinds could block for ever, or write elsewhere. Raises `ConfigError`.
+    """Check that each name in a run directory is a regular file or a directory, as a run creates it. Opening a pipe or
+    a link could block for ever, or write elsewhere. Raises `ConfigError`.
     """
     for path in directory.iterdir():
         if path.suffix in (".jsonl", ".json", ".html") and not stat.S_ISREG(path.lstat().st_mode):
@@ -210,12 +210,12 @@ def check_kinds(directory: Path) -> None:
 def allocation_in_force(
     before: JournalReplay, workers: Sequence[Worker], holds: Mapping[str, int]
 ) -> Allocation | None:
-    """The allocation of the workers' last duties, in the buckets in force; `holds` gives the tokens that each shape
-    holds.
+    """Restore the allocation from the workers' last duties and the buckets in force. `holds` maps each shape to the
+    tokens of its longest context.
 
-    A lost slot gets its last duty again. An engine whose shape no longer has a bucket serves the longest contexts.
-    Engines on lent devices are in their bucket, if there was one, even if recalled. None if workers or engines have
-    changed, or if no engine holds the longest contexts.
+    A lost slot gets its last duty again. An engine whose shape has no bucket any more serves the longest contexts.
+    Engines on lent devices, also recalled ones, return to their bucket if they had one. Returns None if workers or
+    engine shapes have changed, or if no engine can serve the longest contexts.
     """
     engines = {duty.shape for duty in before.worked.values() if duty.shape is not None}
     own = {worker.id for worker in workers if worker.lent is None}
@@ -225,7 +225,7 @@ def allocation_in_force(
     holding = sorted(shape for shape in engines if holds[shape] == longest)
     if not holding:
         return None
-    # While no engine held the longest contexts, others served them; and plans may no longer name a lost worker.
+    # While no engine could serve the longest contexts, other shapes did; and plans may no longer name a lost worker.
     limits = [(shape, min(up_to, holds[shape])) for shape, up_to in bucket_limits(before.plans) if shape in engines]
     found = current_allocation(before.worked.values(), [*limits, (holding[0], longest)], longest)
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
@@ -237,9 +237,9 @@ def allocation_in_force(
 
 
 def cut_back(directory: Path, step: int) -> Recorded:
-    """Prepare the files of an interrupted run to continue after `step`. Drops unfinished lines, lines that a loss of
-    power left torn (records are not forced to disk), and records of later steps. Raises `RecordFormatError` if a file
-    is missing: a run makes all of them before its first checkpoint."""
+    """Prepare the files of an interrupted run to continue after `step`. Drops unfinished lines, lines torn by a loss of
+    power (records are not forced to disk), and records of later steps. Raises `RecordFormatError` if a file is missing:
+    a run makes all of them before its first checkpoint."""
     for path in (directory / f"{name}.jsonl" for name in RECORDS):
         if not path.exists():
             raise RecordFormatError(f"{path} is missing; restore it, or start again with --overwrite")

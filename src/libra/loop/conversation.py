@@ -1,7 +1,7 @@
 """The requests of one served episode, as contexts that grow turn by turn.
 
 Invariant: a request whose text begins with a whole context continues this context, with the sampled tokens. Any other
-request begins a new context. So no sampled token is encoded again.
+request begins a new context. So libra never encodes a sampled token again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from libra.trajectory import Turn
 
 
 class TooLongError(ValueError):
-    """A request that no engine can hold."""
+    """A request longer than any engine's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +45,36 @@ class Reply:
 class _Context:
     draft: Draft
     text: str = ""
-    turn: int = 0  # tokens of the last turn; 0: there is none
-    ended: float = 0.0  # when that had come
+    turn: int = 0  # tokens of the last turn; 0: no turn yet
+    ended: float = 0.0  # time at which the last turn ended
     busy: bool = False
 
 
 @dataclass(eq=False)
 class Conversation:
-    """One episode. `begin` makes the draft of its context with this number."""
+    """One episode. `begin(number)` makes the draft of the context with this number."""
 
     begin: Callable[[int], Draft]
     chat: ChatFormat
     turns: TurnMaker
     turn_tokens: int
     longest_context: int
-    outgrown: bool = False  # a request was refused, as no engine can hold it
-    broken: Exception | None = None  # what the run raised in a turn, which is no failure of the environment
+    outgrown: bool = False  # a request was refused because it was longer than any engine's context
+    broken: Exception | None = None  # error of the run in a turn, not of the environment
     _contexts: list[_Context] = field(default_factory=list)
     _under_way: set[asyncio.Task[Reply]] = field(default_factory=set)
 
     async def reply(self, asked: ChatRequest) -> Reply:
-        """The next turn. Raises ValueError for messages that the model cannot read, and TooLongError. The turn
-        continues if the caller is cancelled: its tokens belong to the episode."""
+        """Generate the next turn. Raises `ValueError` for messages that the model's chat template cannot render, and
+        `TooLongError`. The turn continues if the caller is cancelled, since its tokens belong to the episode."""
         task = asyncio.create_task(self._reply(asked))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return await asyncio.shield(task)
 
     async def finish(self, reward: float) -> Episode | None:
-        """The episode, when no turn is in progress; None if it had no turn. Raises the exception of a failed turn."""
+        """Wait for turns in progress and return the episode; None if it had no turn. Raises the exception of a failed
+        turn."""
         await asyncio.gather(*self._under_way, return_exceptions=True)
         if self.broken is not None:
             raise self.broken
@@ -89,7 +90,7 @@ class Conversation:
         return self.turns.finish(made[0], reward, branches)
 
     async def abandon(self) -> None:
-        """End all turns, and have the policy forget them."""
+        """Cancel all turns, and have the policy forget them."""
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
@@ -135,7 +136,7 @@ class Conversation:
         return max(found, key=lambda each: len(each.text), default=None) or _Context(self.begin(len(self._contexts)))
 
     def _returned(self, context: _Context, messages: Sequence[Message], given: int) -> ToolReturn | None:
-        """The return of a tool or of another participant since the last turn of a context; `given` is its tokens."""
+        """The return of a tool or another participant that follows the context's last turn; it has `given` tokens."""
         draft = context.draft
         if not context.turn:
             draft.prompt_tokens = given
@@ -147,7 +148,7 @@ class Conversation:
 
 
 def _tool(messages: Sequence[Message]) -> str:
-    """Name of the tool whose return these messages end with."""
+    """Name of the tool whose return is the last message."""
     last = messages[-1]
     if last.get("role") != "tool":
         return UNKNOWN_TOOL

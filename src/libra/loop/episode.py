@@ -18,11 +18,11 @@ class EpisodeRequest:
 
     id: str
     prompt: Prompt
-    due: float  # when it is needed, in seconds of the run
+    due: float  # latest time at which the run needs it, in seconds of the run
     temperature: float
-    fresh: bool = False  # its KV is kept apart from everything generated before
-    seed: int | None = None  # of the sampling; None: engines draw as they go
-    version: int = -1  # of the weights that its group was started under: older ones may not make it
+    fresh: bool = False  # engines share no KV between it and earlier requests
+    seed: int | None = None  # of the sampling; None: engines choose
+    version: int = -1  # weights at the start of its group; engines with older weights may not generate it
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Episode:
     tokens: list[int]
     generated: list[bool]
     logprobs: list[float]
-    versions: list[int]  # -1 where not generated
+    versions: list[int]  # of the weights that sampled each token; -1: not sampled
     reward: float
     turn_buckets: tuple[int, ...]  # bucket in which each turn ended
-    branches: tuple[Episode, ...] = ()  # of the same reward: contexts that do not extend this one, nor each other
+    branches: tuple[Episode, ...] = ()  # contexts with the same reward; none extends this one or another branch
 
     @property
     def contexts(self) -> tuple[Episode, ...]:
@@ -49,7 +49,7 @@ class EpisodeMaker(Protocol):
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens so far, of all engines."""
+        """Tokens that all engines have generated up to now."""
         ...
 
     async def episode(self, asked: EpisodeRequest) -> Episode:

@@ -1,14 +1,15 @@
 """Finished episodes on disk, and the step that trained on each, for resuming a run.
 
 Invariant: the files record, in order, the start version of each group, the tokens, log-probs and versions of each
-finished episode, and the groups of each batch. An episode is written before it counts, and a batch before it is trained
-on. So the state of a run at its end follows from its checkpoint: the later batches are taken again, from the same
-episodes in the same order, and the remaining groups are in flight as before. An episode's version is always made by a
-batch before it.
+finished episode, and the groups of each batch. The run writes an episode before it counts it, and a batch before it
+trains on it. A resumed run starts from a checkpoint and takes the later batches again, from the same episodes in the
+same order; the remaining groups are in flight as before. A batch earlier in the file makes each version that an episode
+has.
 
-Every line goes to the operating system at once, so it survives the controller; `sync`, once per step and off the event
-loop, makes it survive the machine. The lines of a file are a chain of checksums. With every checkpoint a new segment
-begins; when the checkpoint is complete, the segments that neither it nor the checkpoint before needs are deleted.
+Every line goes to the operating system at once, so it survives a crash of the controller. `sync`, once per step and off
+the event loop, makes it survive a crash of the machine. Each line of a file has a checksum that includes the previous
+line. Every checkpoint begins a new segment. When the checkpoint is complete, the segments that neither this checkpoint
+nor the previous one needs are deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NUMBERED = re.compile(r"episodes-(\d{5,9})\.jsonl")
 
 
 class EpisodeFileError(ValueError):
-    """Files of episodes that cannot be resumed. The message names file and line."""
+    """A history of episodes that cannot be resumed. The message names file and line."""
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
@@ -58,13 +59,13 @@ class _Finished(_Line, frozen=True, tag="finished"):
 
 
 class _Taken(_Line, frozen=True, tag="taken"):
-    version: int  # that the batch makes
+    version: int  # of the weights that the batch makes
     groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeGroup:
-    """Episodes of one prompt, by their index, in the order in which they finished; the others have not finished."""
+    """The finished episodes of one prompt, in the order in which they finished. Keys are indices in the group."""
 
     number: int
     started_at: int  # version
@@ -73,7 +74,7 @@ class EpisodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class TakenBatch:
-    """The groups behind version `version`, oldest first."""
+    """The groups that version `version` was trained on, oldest first."""
 
     version: int
     groups: tuple[EpisodeGroup, ...]
@@ -81,11 +82,11 @@ class TakenBatch:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Batches and episodes after the checkpoint of `step`, as far as they survived."""
+    """Batches and episodes after the checkpoint of `step`. Lines that were not yet on disk at a crash are missing."""
 
     step: int
     batches: tuple[TakenBatch, ...] = ()  # in the order of their versions
-    groups: tuple[EpisodeGroup, ...] = ()  # under way at the end, oldest first
+    groups: tuple[EpisodeGroup, ...] = ()  # in progress at the end, oldest first
     finished: tuple[Episode, ...] = ()  # after the checkpoint, in order; they are in `batches` or `groups`
 
     @property
@@ -95,18 +96,18 @@ class History:
 
 
 class EpisodeFile:
-    """Writes the files. Raises `DiskError` if it cannot."""
+    """Writes the files. Methods raise `DiskError` if a write fails."""
 
     def __init__(self, directory: Path, step: int, groups: Sequence[EpisodeGroup]) -> None:
         """Continue the last file of the directory, or begin the first; `groups` are in flight."""
         self._directory = directory
         segments = _segments(directory)
-        if segments and _is_empty(self._path(segments[-1])):  # it was cut off before its first line was whole
+        if segments and _is_empty(self._path(segments[-1])):  # a crash came before its first line was whole
             self._path(segments.pop()).unlink()
         first, self._number = (segments[0], segments[-1]) if segments else (0, 0)
         self._started_in = {group.number: (group.started_at, first) for group in groups}
         self._needed = first  # the oldest segment that the newest checkpoint needs
-        self._needed_before = first  # that the checkpoint before needs
+        self._needed_before = first  # the oldest segment that the previous checkpoint needs
         self._unsynced: list[ChainedFile] = []
         self._file = ChainedFile(self._path(self._number))
         if not segments:
@@ -128,10 +129,10 @@ class EpisodeFile:
 
     def begin_segment(self, step: int) -> None:
         """Begin a segment for a checkpoint of `step`, later than any complete one. The checkpoint covers everything
-        written so far, and nothing later."""
+        written before the segment, and nothing in it."""
         number = self._number + 1
         file = ChainedFile(self._path(number))
-        try:  # nothing may follow in a file that has no head
+        try:  # a segment without a head must get no further lines
             file.append(msgspec.json.encode(_Segment(step, self._under_way())))
         except BaseException:
             file.close()
@@ -141,8 +142,8 @@ class EpisodeFile:
         self._needed = min([number, *(segment for _, segment in self._started_in.values())])
 
     def forget_older(self) -> None:
-        """Note that the checkpoint of this segment is complete: delete the segments that neither it nor the one before
-        needs."""
+        """Delete the segments that neither the current checkpoint nor the previous one needs. Call it when the
+        checkpoint of this segment is complete."""
         for number in _segments(self._directory):
             if number < self._needed_before:
                 self._path(number).unlink()
@@ -178,7 +179,7 @@ def read_history(directory: Path, step: int) -> History:
         raise EpisodeFileError(
             f"{directory}: no {_PATTERN} begins at step {step}, that of its checkpoint; start again with --overwrite"
         )
-    begins = own[-1]  # a checkpoint of a step is tried again only while none of it is complete
+    begins = own[-1]  # several segments of a step mean that the earlier checkpoints of this step failed
     fold = _Fold(step, heads[begins].groups)
     for number in segments:
         path = directory / _NAME.format(number)
@@ -206,7 +207,7 @@ class _Fold:
         self._finished: list[Episode] = []
 
     def before_checkpoint(self, line: _Line) -> None:
-        """Only groups in flight at the checkpoint matter; the others have been trained on by then."""
+        """Add an episode of a group in flight at the checkpoint. Other groups were trained on before it."""
         if isinstance(line, _Finished) and line.group in self._started:
             self._add(line)
 
@@ -228,7 +229,7 @@ class _Fold:
                     raise ValueError(f"version {line.version} does not follow {self._version}")
                 self._batches.append(TakenBatch(line.version, tuple(self._take(group) for group in line.groups)))
             case _:
-                pass  # the head of a segment repeats what is known
+                pass  # the head of a segment repeats known facts
 
     def history(self) -> History:
         under_way = tuple(self._take(group) for group in list(self._started))
@@ -266,7 +267,7 @@ def _segments(directory: Path) -> list[int]:
 
 
 def _head(path: Path) -> _Segment | None:
-    """The first line of a segment; None if a kill came before its end."""
+    """The first line of a segment; None if the run was killed before the line was whole."""
     for _, line in _read(path):
         if not isinstance(line, _Segment):
             raise EpisodeFileError(f"{path}:1: not the head of a segment; the file is damaged")

@@ -1,8 +1,8 @@
 """OpenAI's chat API on this machine, for the environments that play the episodes of a run.
 
-Invariant: a request is answered only with the token of the run, and only while its episode is being played. The run
-determines sampling: a request's temperature and similar fields are ignored, and fields that need other sampling are
-refused.
+Invariant: the server answers a request only if it has the token of the run, and only while its episode is in progress.
+The run determines sampling: the server ignores a request's temperature and similar fields, and refuses fields that need
+other sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PATH = "/v1/chat/completions"
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """The fields of a request that change its answer; others are not read."""
+    """The fields of a request that change its answer; all others are ignored."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -50,7 +50,7 @@ class EpisodeServer:
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
-        self._url = ""  # base URL of all episodes, once it is open
+        self._url = ""  # base URL of all episodes; set by `open`
         self._seated: dict[str, Conversation] = {}
 
     @classmethod
@@ -68,8 +68,8 @@ class EpisodeServer:
 
     @contextmanager
     def seated(self, id: str, conversation: Conversation) -> Iterator[Seat]:
-        """Context manager: answers the requests of an episode."""
-        session = f"{id}-{secrets.token_hex(4)}"  # a client that an earlier attempt left behind has another
+        """Context in which the server answers the requests of an episode."""
+        session = f"{id}-{secrets.token_hex(4)}"  # unique, so that a client of an earlier attempt cannot interfere
         self._seated[session] = conversation
         try:
             yield Seat(self._url, session, self.key)
@@ -98,7 +98,7 @@ async def _models(_: web.Request) -> web.Response:
 
 
 def _asked(body: _Body) -> ChatRequest:
-    """The request for a completion. Raises ValueError if it needs a feature that a run does not support."""
+    """The request for a completion. Raises `ValueError` if it needs a feature that episodes do not support."""
     wanted = {
         "n": body.n not in (None, 1),
         "stop": bool(body.stop),
@@ -128,7 +128,7 @@ def _usage(reply: Reply) -> dict[str, int]:
 
 
 async def _streamed(request: web.Request, reply: Reply) -> web.StreamResponse:
-    """The whole turn as one event, since a turn is parsed at its end."""
+    """Send the whole turn as one event, since a turn is parsed at its end."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     head = _head("chat.completion.chunk")

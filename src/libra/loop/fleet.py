@@ -1,9 +1,9 @@
 """The rollout engines in service, for the router, and the weights that they hold.
 
-Invariant: an engine is in service from the moment it holds weights until it is retired or lost; one that borrows from
-an agent is in service even before. It is in the view of a turn only while its weights are new enough for the turn.
-Every change of the fleet wakes all its waiters. An engine loads a complete version from its own node's memory, or none.
-Weights lost with a node are published again, if a core replica still holds the same version.
+Invariant: an engine is in service from the moment it has weights until it is retired or lost. An engine on a lent
+device is in service even before it has weights. A turn's view includes an engine only while its weights are new enough
+for the turn. Every change of the fleet wakes all its waiters. An engine loads a complete version from its own node's
+memory, or none. Weights lost with a node are published again, if a core replica still has the same version.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class ServingFleet:
         return entry is not None and entry.handle is handle
 
     def view(self, turn_tokens: int, version: int, seeded: bool = False) -> View:
-        """The router's view for a turn that needs room for `turn_tokens` more and weights of `version` or newer. It
-        leaves out engines with older weights, with a shape that has no bucket in the allocation, or on a recalled
-        device. A `seeded` turn, which samples from its own seed, gets no engine on a lent device: those compute prompts
-        in parts, and vLLM on CPUs then does not reproduce a seed."""
+        """The router's view for a turn that generates up to `turn_tokens` tokens with weights of `version` or newer.
+        The view excludes engines with older weights, with a shape that has no bucket in the allocation, or on a
+        recalled device. A `seeded` turn, which samples from its own seed, gets no engine on a lent device. Those
+        engines prefill prompts in chunks, and vLLM on CPUs then does not reproduce a seed."""
         buckets = {bucket.shape: index for index, bucket in enumerate(self._allocation.buckets)}
         return View(
             instances=tuple(
@@ -99,14 +99,12 @@ class ServingFleet:
         return instance
 
     def reallocate(self, allocation: Allocation) -> None:
-        """Route by these buckets from now on."""
+        """Route by the buckets of `allocation` from now on."""
         self._allocation = allocation
         self._announce()
 
     def renewed(self) -> None:
-        """Announce that an engine in service has newer weights, or that its device is lent again or recalled, since
-        turns may wait for this.
-        """
+        """Wake the waiting turns after an engine gets newer weights, or after its device is lent again or recalled."""
         self._announce()
 
     async def changed(self) -> None:
@@ -123,10 +121,10 @@ def _serves(engine: Engine, seeded: bool) -> bool:
 
 
 class RunObserver(PoolObserver, Protocol):
-    """Receives all changes of a run's workers."""
+    """Observer of all changes of a run's workers."""
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
+        """A replica has joined training, `seconds` after its start; a step waited `held_seconds` for it to enter."""
         ...
 
     def load(self, worker: str) -> None:
@@ -134,7 +132,7 @@ class RunObserver(PoolObserver, Protocol):
         ...
 
     def recalled(self, worker: str, why: str) -> None:
-        """The device of an engine is recalled; `why` empty: it is lent again."""
+        """The device of an engine is recalled, with the reason `why`; an empty `why` means that it is lent again."""
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
@@ -143,7 +141,8 @@ class RunObserver(PoolObserver, Protocol):
 
 
 class PublishedWeights:
-    """The weights that engines load. A buffer has `size` bytes; `current` is in it on the `trainers.publisher` node."""
+    """The weights that engines load. Each buffer has `size` bytes; `current` is in a buffer on the node of
+    `trainers.publisher`."""
 
     def __init__(
         self,
@@ -157,7 +156,7 @@ class PublishedWeights:
         self.current = current
 
     async def load(self, engine: Engine) -> float:
-        """Have the engine take the current weights between two iterations; returns the seconds of the pause. Raises
+        """Have the engine load the current weights between two iterations; returns the seconds of the pause. Raises
         `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         order = self.current
         await self._bring(order, engine.link)
@@ -167,13 +166,13 @@ class PublishedWeights:
         return seconds
 
     async def _bring(self, order: LoadWeights, target: WorkerLink) -> None:
-        """Bring the weights to the worker's node."""
+        """Copy the weights to the worker's node."""
         trainers = self._trainers
         try:
             try:
                 await self._store.bring(order, self._size, trainers.publisher.link, target)
             except SourceLostError as error:
-                # Every core replica holds the same, until the next step is made.
+                # Until the next step, every core replica has the same weights.
                 if await trainers.publish(order.version, order.buffer) != order.checksum:
                     raise CopyError(f"{error}, and the core replica {trainers.publisher.name} is ahead") from None
                 await self._store.bring(order, self._size, trainers.publisher.link, target)

@@ -1,8 +1,8 @@
 """Groups of episodes in progress, and the batch that a step makes of finished groups.
 
-Invariant: a group starts only if the bound on staleness admits it, and no group is dropped. An episode, and the batch
-that takes it, are on file before they count. A batch depends only on its groups in their order, so a replayed step
-trains on the same samples.
+Invariant: a group starts only if the bound on staleness admits it, and no group is dropped. The run writes an episode
+before it counts it, and a batch before it trains on it. A batch depends only on its groups in their order, so a
+replayed step trains on the same samples.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Groups:
     rollout: EpisodeMaker
     recorder: Recorder
     episodes: EpisodeFile
-    history: History  # what an interrupted run left
+    history: History  # of the interrupted run; empty for a new one
     finished: Callable[[Episode], None]  # called with every episode
-    predicted: Callable[[], float | None]  # seconds of a step; None while unknown
+    predicted: Callable[[], float | None]  # predicted seconds of a step; None while unknown
 
     def __post_init__(self) -> None:
         training, version = self.training, self.history.version
         self._admission: Admission[Episode] = Admission(
             training.prompts_per_step, training.samples_per_prompt, training.max_staleness, version
         )
-        self.started = version * training.prompts_per_step + len(self.history.groups)  # of all sessions of the run
+        self.started = version * training.prompts_per_step + len(self.history.groups)  # in all sessions
         self.progress = asyncio.Event()  # a batch may be ready, or something has failed
         self._running: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
 
     def require_sound(self) -> None:
-        """Raise the error of an episode, if there is one."""
+        """Raise the error of a failed episode, if one failed."""
         if self._failure is not None:
             raise self._failure
 
@@ -104,8 +104,8 @@ class Groups:
             task.add_done_callback(self._running.discard)
 
     def _due(self, started_at: int) -> float:
-        """Latest time at which a group that started under this version is needed, which is the last batch that the
-        bound on staleness allows.
+        """Latest time at which the run needs a group that started under version `started_at`: its last batch within the
+        bound on staleness.
         """
         batches = started_at + 1 + self.training.max_staleness - self._admission.published
         return self.recorder.now() + batches * (self.predicted() or 0.0)
@@ -126,7 +126,7 @@ class Groups:
             self.recorder.episode(episode)
             self.finished(episode)
         except Exception as error:  # noqa: BLE001 - the end of a task: `require_sound` raises it
-            self._failure = error  # at once: no checkpoint may count an episode that is not written down everywhere
+            self._failure = error  # before any await: a checkpoint must not count an episode missing from a file
             self.progress.set()
             return
         if self._admission.ready():
@@ -163,7 +163,7 @@ def _versions(episode: Episode) -> Iterator[int]:
 
 
 def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
-    """The groups' samples with their advantages; a group without signal gives none."""
+    """The groups' samples with their advantages; a group without signal adds no samples."""
     episodes: list[Episode] = []
     samples: list[Sample] = []
     count = without_signal = 0

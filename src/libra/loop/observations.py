@@ -28,11 +28,11 @@ from libra.plan.solution import Prediction
 from libra.plan.transition import Device, Role
 from libra.records.schema import StepLoan
 
-_LEAST_SHARE = 0.02  # of a device that is recalled for long: prices stay finite
+_LEAST_SHARE = 0.02  # keeps the prices of a device finite that is recalled for long
 
 
 class EngineWork(NamedTuple):
-    """Work that engines have done."""
+    """Counters of engines, as sums since their start or as differences."""
 
     busy_seconds: float = 0.0
     iterations: int = 0
@@ -43,11 +43,11 @@ class EngineWork(NamedTuple):
 
 class EngineCounters:
     def __init__(self) -> None:
-        self._seen: dict[WorkerLink, EngineWork] = {}  # a slot's next engine is another one
-        self.busiest_seconds = 0.0  # of any engine, in the last look
+        self._seen: dict[WorkerLink, EngineWork] = {}  # by link, since the next engine of a slot counts from 0
+        self.busiest_seconds = 0.0  # of the busiest engine, between the last two calls
 
     def gained(self, instances: Iterable[ServingEngine]) -> EngineWork:
-        """Sums over all engines on the run's own devices since the last call."""
+        """Work of all engines on the run's own devices since the last call."""
         own = [entry.handle for entry in instances if not entry.handle.lent]
         seen, self._seen = self._seen, {engine.link: _work(engine) for engine in own}
         gains = [
@@ -59,25 +59,27 @@ class EngineCounters:
 
 
 class LoanCounters:
-    """Counts the share of its time for which an engine has a lent device. It is the product of two: the granted share
-    of the time in which the engine has turns to make, and the share of the time in which the device is lent."""
+    """Estimates the share of time for which an engine has a lent device. This is a product of two shares: the granted
+    part of the time in which the engine has turns to make, and the part of the run's time in which the device is
+    lent."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[WorkerLink, tuple[float, float, float, float]] = {}
         self._granted, self._there = Ratio(), Ratio()
-        self.last: dict[str, StepLoan] = {}  # of every lent engine, between the last two looks
+        self.last: dict[str, StepLoan] = {}  # of every lent engine, between the last two calls
 
     @property
     def share(self) -> float:
-        """The share; 1 before any observation."""
+        """The estimated share; 1 before any observation."""
         return min(1.0, max(_LEAST_SHARE, self._granted.value * self._there.value))
 
     def observe(self, instances: Iterable[ServingEngine]) -> None:
-        """Count the loans' grants since the last call."""
+        """Add the loans' grants since the last call."""
         self.last, now, there, seconds = {}, self._clock(), 0.0, 0.0
         for engine in (entry.handle for entry in instances if entry.handle.lent):
-            # An engine without a report has had no grant yet; but the time in which it may be away begins.
+            # An engine without a report has had no grant yet, but its device may already be recalled, so its clock
+            # starts.
             loan, gone = engine.loan or LoanState("", 0.0, 0.0, 0, 0), engine.away_seconds
             lent, wanted, away, at = self._seen.get(engine.link, (0.0, 0.0, gone, now))
             self.last[engine.name] = StepLoan(loan.wanted - wanted, loan.lent - lent, engine.version, loan.away)
@@ -109,7 +111,7 @@ class Observations:
         max_turn_tokens: int,
         lent_engine: ShapeConfig | None = None,
     ) -> None:
-        """`lent_engine` is the shape of engines on devices that serve users."""
+        """`lent_engine` is the shape of engines on lent devices."""
         self._planner, self._training, self._engines, self._lent_engine = planner, training, engines, lent_engine
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
@@ -135,7 +137,7 @@ class Observations:
         return Replanner(period=self._planner.period, tracker=tracker, holds=self._planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
-        """Learn from finished episodes, and from the bucket limits of their routing; none: not known."""
+        """Learn from finished episodes. `limits` are the bucket limits of their routing; empty: unknown."""
         self.replanner.observe(episode.trajectory for episode in episodes)
         if not limits:
             return
@@ -144,23 +146,24 @@ class Observations:
             own = next((index for index, limit in enumerate(limits) if peak <= limit), len(limits) - 1)
             for turn, bucket in list(zip(episode.trajectory.turns, episode.turn_buckets, strict=True))[1:]:
                 self._routed_tokens += turn.generated_tokens * (own > 0)
-                # What ends in the first bucket and is made elsewhere takes the place there of what should have been.
+                # Generated outside the first bucket, a turn of a short episode takes room meant for the long episodes
+                # there.
                 self._hit_tokens += turn.generated_tokens * (bucket == own if own > 0 else bucket > 0)
 
     def learn(self, priced: Prediction, found: PeriodSeconds, untried: bool) -> PriceBias:
-        """Learn from a settled period's price and its measurement; see `Replanner.learn`. Returns the new bias."""
+        """Learn from a settled period's price and measurement; see `Replanner.learn`. Returns the new bias."""
         self.replanner.learn(priced, found, untried=untried)
         return self.replanner.bias
 
     def observe_training(self, result: StepResult, trajectories: int) -> None:
-        """Learn from one step's training: its tokens, and its time against the calibration."""
+        """Learn from one step's training: its tokens, and the ratio of its time to the calibrated time."""
         self._forward_tokens.observe(result.forward_tokens, trajectories)
         modelled = self.profile.train.step_seconds(result.forward_tokens, result.replicas)
         self._train_speed.observe(result.wall_seconds, modelled)
 
     def observe_engines(self, work: EngineWork) -> None:
-        """Learn from the engines' work since the last call: its busy time against the calibration. Also close the count
-        of the router's hits since then."""
+        """Learn from the engines' work since the last call: the ratio of its busy time to the calibrated time. Also add
+        the router's hits since then."""
         self._router_hits.observe(self._hit_tokens, self._routed_tokens)
         self._routed_tokens = self._hit_tokens = 0
         cost = self.profile.engine
@@ -176,11 +179,11 @@ class Observations:
             self._engine_speed.observe(work.busy_seconds, modelled)
 
     def current_profile(self) -> DeviceProfile:
-        """The calibration at the recent speed of the devices: that of shared machines varies."""
+        """The calibration, scaled to the recent speed of the devices, since that of shared machines varies."""
         return scaled(self.profile, self._engine_speed.value, self._train_speed.value)
 
     def observe_move(self, role: Role, seconds_taken: float) -> None:
-        """The measured cost of a role change replaces the calibrated one."""
+        """Replace the calibrated cost of a role change by a measured one."""
         switch = self.profile.switch
         measured = (
             replace(switch, trainer_join=seconds_taken)
@@ -190,7 +193,7 @@ class Observations:
         self.profile = replace(self.profile, switch=measured)
 
     def site(self, devices: tuple[Device, ...], current: Allocation | None) -> SlotSite:
-        """The site of these devices with their `current` allocation, at the latest costs."""
+        """The site of these devices with their `current` allocation and the latest costs."""
         return SlotSite(
             self._training,
             self._engines,

@@ -1,7 +1,7 @@
-"""Predictions compared with measurements: periods of equal allocation, and the decisions between them.
+"""Compares predicted with measured step times, over periods of equal allocation, and judges decisions between them.
 
-Invariant: a prediction is made before its steps. A period in which a worker changed role is marked and ends with the
-change, so every other period, a settled one, measures one allocation. Prices learn only from settled periods.
+Invariant: a prediction is made before its steps. A period in which a worker changed role is marked, and ends with the
+change. Every other period is settled: it measures one allocation. Prices learn only from settled periods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.records.schema import DecisionRecord, Learned, PeriodRecord
 
 
 class Stayed(NamedTuple):
-    """Seconds that a step would take now in the allocation that a decision left, and their standard error."""
+    """Seconds that a step would take now in the allocation before the decision, and their standard error."""
 
     seconds: float
     error: float
@@ -30,19 +30,19 @@ class _Open:
     first_step: int
     allocation: str
     priced: Prediction
-    predicted: Prediction  # the price, corrected by what was learned until then
+    predicted: Prediction  # `priced`, corrected by the bias known at the start of the period
     switching: bool
     seconds: list[float]
 
 
 class Periods:
-    """The open period, and the decisions with unknown outcome."""
+    """The open period, and the decision whose outcome is not measured yet."""
 
     def __init__(
         self, recorder: Recorder, learn: Callable[[Prediction, PeriodSeconds, bool], PriceBias], first: int = 0
     ) -> None:
-        """`learn` gets the price of a settled period in hindsight, its measurement, and whether its allocation differs
-        from that of the settled period before; it returns the new bias of prices."""
+        """`learn` is called with a settled period's price in hindsight, its measurement, and whether its allocation
+        differs from that of the previous settled period. It returns the new bias of prices."""
         self._recorder, self._learn = recorder, learn
         self._number = first
         self._open: _Open | None = None
@@ -59,15 +59,15 @@ class Periods:
 
     @property
     def measured_before(self) -> float | None:
-        """Measured step seconds of the latest period without a switch."""
+        """Measured step seconds of the last settled period."""
         return None if self._last_steady is None else self._last_steady.measured_seconds
 
     def begin(self, step: int, allocation: str, priced: Prediction, predicted: Prediction, switching: bool) -> None:
-        """A period starts with `step`; `predicted` is the corrected price."""
+        """Begin a period with `step`; `predicted` is the corrected price."""
         self._open = _Open(step, allocation, priced, predicted, switching, [])
 
     def step(self, seconds: float) -> None:
-        """Note a step. Outside a period (nothing could be predicted) it counts for none."""
+        """Add a step to the open period. Outside a period, which happens if no prediction was possible, ignore it."""
         if self._open is not None:
             self._open.seconds.append(seconds)
 
@@ -79,10 +79,10 @@ class Periods:
     def end(self, hindsight: Callable[[], Prediction | None], without_change: Callable[[], Stayed | None]) -> None:
         """Close the open period, record the outcome of a waiting decision, and let prices learn.
 
-        Prices learn from `hindsight`, the price of the period's allocation for the measured lengths and speeds; with an
-        earlier price, changes of these would be corrected twice. `without_change` prices the decision's old allocation
-        for the current work, before prices learn, since the time in the new allocation is no evidence about the old
-        one.
+        Prices learn from `hindsight`, the price of the period's allocation for the measured lengths and speeds. With
+        the price from before the period, changes of lengths and speeds would be corrected twice. `without_change`
+        prices the allocation before the decision for the current work. It is called before prices learn, since the time
+        in the new allocation is no evidence about the old one.
         """
         if self._open is None or not self._open.seconds:
             return
@@ -112,26 +112,26 @@ class Periods:
         self._recorder.period(record)
 
     def decided(self, record: DecisionRecord) -> None:
-        """A decision was made; a taken one waits for the first steady period after it."""
+        """Record a decision. One that was taken then waits for the first settled period after it."""
         self._recorder.decision(record)
         if record.taken:
             self._waiting = record
 
     def carried_out(self, seconds: float) -> None:
-        """Note that the moves of the change are done."""
+        """Note that the moves of the change are done, in `seconds`."""
         if self._waiting is not None:
             self._waiting = replace(self._waiting, measured_cost=seconds)
             self._recorder.decision(self._waiting)
 
     def dropped(self) -> None:
-        """Note that the change was not carried out, so no measurement is its outcome."""
+        """Note that the change was not carried out, so that no measurement counts as its outcome."""
         self._waiting = None
 
     def _settle(self, found: PeriodSeconds, without_change: Callable[[], Stayed | None]) -> None:
         waiting = self._waiting
         if waiting is None or waiting.measured_cost is None:
             return
-        # The work drifts, so the step time before the change is no measure of what staying would have cost.
+        # The work drifts, so the step time before the change does not measure the old allocation's time now.
         stayed = without_change()
         self._waiting, judged = None, replace(waiting, measured_after=found.seconds)
         if stayed is not None:

@@ -1,6 +1,6 @@
 """Checks of a run's configuration before anything is started.
 
-Invariant: an impossible run is refused in one line that names the key and the remedy, and no file is left behind.
+Invariant: an impossible run is refused in one line with the key and the remedy, and leaves no file behind.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from libra.serve.span_endpoint import span_endpoint
 # larger model adds its weights, see `_check_memory`.
 FORK_SERVER_BYTES = 900 << 20
 WORKER_BYTES = 700 << 20
-_RAY_SECONDS = 10.0  # in which a cluster that is there takes a connection
-# Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
+_RAY_SECONDS = 10.0  # in which a running cluster accepts a connection
+# Float32 weights and two moments, four gradients of the ring, and the activations of a micro-batch as one copy.
 _TRAINED_COPIES = 8
-# Bytes a parameter on a GPU: float32 weights, two moments and a gradient, and as it starts, or steps, one more vector.
+# Bytes per parameter on a GPU: float32 weights, two moments and a gradient, and one temporary vector at start or step.
 TRAINED_BYTES, _STATE_BYTES = 20, 16
-# Bytes of a logit, in the widest type; and of one in the chunk that log-probs are computed of, three times in float32.
+# Bytes of a logit in the widest type, and of a logit in the chunk for log-probs: three copies in float32.
 _LOGIT_BYTES, _CHUNK_BYTES = 4, 12
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
-    """Check the whole configuration. Raises `ConfigError`. A live run in the same directory is reported first, since it
-    also uses the memory and the port.
+    """Check the whole configuration. Raises `ConfigError`. Checks for a live run in the same directory first, since
+    that run also uses the memory and the port.
     """
     check_not_running(config.run_directory)
     _check_launcher(config.cluster)
@@ -74,11 +74,11 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     elif config.cluster.placement is not None and any(len(slot) > 1 for slot in config.cluster.placement):
         most = max(config.cluster.placement, key=len)
         raise ConfigError(
-            f"cluster.placement: a replica or an engine on devices {', '.join(map(str, most))}, and a CPU slot is one"
-            " device; give one for each slot, or plan for engines and training on one device each"
+            f"cluster.placement: a replica or an engine on devices {', '.join(map(str, most))}, but a CPU slot is one"
+            " device; give one device for each slot, or plan for engines and training on one device each"
         )
-    if not devices and config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
-        borrowers = min(servers, config.lent_devices)  # an agent's engine is where its server is
+    if not devices and config.cluster.ray_address is None:  # workers run here; Ray knows the memory of other machines
+        borrowers = min(servers, config.lent_devices)  # the machine of an agent has its own memory
         kv_bytes = max(shape.kv_tokens for shape in config.engines.values()) * _kv_bytes(config.model)
         _check_memory(config.cluster, config.training, config.model, servers + borrowers, kv_bytes)
         _check_cores(config.cluster, servers)
@@ -97,7 +97,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
 
 
 def check_environment(config: RunConfig, environment: Environment | ServedEnvironment) -> None:
-    """Check that an environment that plays its own episodes has a model that can chat, and enough tasks. Raises
+    """Check that an environment that plays its own episodes has a model with a chat template, and enough tasks. Raises
     `ConfigError`.
     """
     if not isinstance(environment, ServedEnvironment):
@@ -119,7 +119,7 @@ def _check_spans(otel: str | None) -> None:
 
 
 def _check_cache() -> None:
-    """Check the directory for warm models and measured costs; a home may be read-only."""
+    """Check that the directory for warm models and measured costs can be written; a home may be read-only."""
     if not can_be_written(cache := cache_directory()):
         raise ConfigError(f"{cache} cannot be written; set XDG_CACHE_HOME to a directory that you may write to")
 
@@ -127,14 +127,14 @@ def _check_cache() -> None:
 def _check_launcher(cluster: ClusterConfig) -> None:
     if cluster.launcher == "ray" and find_spec("ray") is None:
         raise ConfigError(
-            f"cluster.launcher: Ray is not installed, and launcher is ray; {install_command('ray')}, or use local"
+            f"cluster.launcher: Ray is not installed, but launcher is ray; {install_command('ray')}, or use local"
         )
     if cluster.ray_address not in (None, "auto"):
         _check_ray_address(cluster.ray_address)
 
 
 def _check_ray_address(address: str) -> None:
-    """Check the address here, since Ray itself would try a wrong one for minutes."""
+    """Check the address here, since Ray itself would retry a wrong one for minutes."""
     remedy = "run libra on a node of the cluster, and give auto, or the HOST:PORT that `ray start` printed"
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or address.startswith("ray://"):
@@ -155,16 +155,17 @@ def _check_model_directory(directory: Path | None) -> None:
         )
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
-            raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
+            raise ConfigError(f"model.directory: {directory} has no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
-        raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
+        raise ConfigError(f"model.directory: {directory} has no *.safetensors weights; save the model there first")
     _model_config(directory)
 
 
 def _check_memory(
     cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int, kv_bytes: int
 ) -> None:
-    """`beside` counts servers and engines on their devices, in addition to the workers; `kv_bytes` are of an engine."""
+    """`beside` counts servers and the engines on their devices, in addition to the workers; `kv_bytes` is one engine's
+    KV."""
     free = psutil.virtual_memory().available
     each = WORKER_BYTES + max(_TRAINED_COPIES * _weight_bytes(model), kv_bytes)
     peers = (cluster.core + cluster.hybrid) * (training.processes - 1)
@@ -173,7 +174,7 @@ def _check_memory(
     if needed > free:
         fit = max(0, int((free - others) // each))
         raise ConfigError(
-            f"cluster.slots: {cluster.slots} workers need about {needed / 2**30:.1f} GiB and"
+            f"cluster.slots: {cluster.slots} workers need about {needed / 2**30:.1f} GiB, but"
             f" {free / 2**30:.1f} GiB are free; use at most {fit}, or free some memory"
         )
 
@@ -202,7 +203,7 @@ def _weight_bytes(model: ModelConfig) -> int:
 
 
 def _kv_bytes(model: ModelConfig) -> int:
-    """Float32 bytes of one token in an engine."""
+    """Float32 bytes of one token's KV in an engine."""
     if model.directory is not None:
         try:
             return kv_bytes_per_token(model.directory, "float32")
@@ -214,16 +215,16 @@ def _kv_bytes(model: ModelConfig) -> int:
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """Check that each slot's GPUs hold a replica, and an engine of each shape, by their sizes."""
+    """Check that each slot's GPUs have memory for a replica, and for an engine of each shape."""
     cluster, training = config.cluster, config.training
     if config.lending is not None and config.lending.servers:
-        raise ConfigError("lending.servers: servers of the run's own are on CPU slots; set cluster.device to cpu")
+        raise ConfigError("lending.servers: the run's own servers need CPU slots; set cluster.device to cpu")
     if training.processes != cluster.replica_gpus:
         raise ConfigError(
-            f"training.processes is {training.processes}, and a slot has {cluster.replica_gpus} GPU(s), one for each"
+            f"training.processes: {training.processes}, but a slot has {cluster.replica_gpus} GPU(s), one for each"
             f" process; set it to {cluster.replica_gpus}"
         )
-    if config.model.directory is None:  # a tiny one
+    if config.model.directory is None:  # the tiny model fits any GPU
         return
     model = load_model(config.model.directory / "config.json")
     room = cluster.share * min(gpu.memory for gpu in inventory())
@@ -232,7 +233,7 @@ def _check_gpus(config: RunConfig) -> None:
     logits = model.vocab * (_LOGIT_BYTES * tokens + _CHUNK_BYTES * min(tokens, LOGIT_CHUNK))
     share = model.parameters / parts
     needs = {"a training replica": max(TRAINED_BYTES * share, _STATE_BYTES * share + logits) + TRAINER_CONTEXT}
-    if cluster.hybrid and any(shape.sleeps for shape in config.engines.values()):  # an engine sleeps beside it
+    if cluster.hybrid and any(shape.sleeps for shape in config.engines.values()):  # an engine sleeps on the same GPUs
         needs["a training replica"] += context_bytes(cluster.engine_gpus)
     for name, shape in config.engines.items():
         budget = shape.max_num_batched_tokens or shape.max_model_len
@@ -242,7 +243,7 @@ def _check_gpus(config: RunConfig) -> None:
     for who, needed in needs.items():
         if needed > room:
             raise ConfigError(
-                f"cluster.share: {who} needs about {needed / 2**30:.1f} GiB of each of its GPUs, and a slot has"
+                f"cluster.share: {who} needs about {needed / 2**30:.1f} GiB of each of its GPUs, but a slot has"
                 f" {room / 2**30:.1f} GiB; give more of a GPU, more GPUs a slot, a smaller model, cache or micro-batch"
             )
 
@@ -253,7 +254,7 @@ def _check_cores(cluster: ClusterConfig, servers: int) -> None:
     if asked > cores:
         beside = f" and {servers} servers" if servers else ""
         raise ConfigError(
-            f"cluster.slots: {cluster.slots} slots{beside} of {cluster.share} core need {asked:.2f} cores and"
+            f"cluster.slots: {cluster.slots} slots{beside} of {cluster.share} core need {asked:.2f} cores, but"
             f" {cores} are here; use at most {max(0, int(cores / cluster.share) - servers)} slots, or a smaller"
             " cluster.share"
         )
@@ -270,7 +271,7 @@ def _check_engines(engines: Mapping[str, ShapeConfig], start: StartConfig) -> No
         holds = engines[bucket.shape].max_model_len
         if bucket.up_to > holds:
             raise ConfigError(
-                f"start.buckets: {bucket.shape!r} is to serve contexts up to {bucket.up_to} tokens and holds {holds};"
+                f"start.buckets: {bucket.shape!r} is to serve contexts up to {bucket.up_to} tokens but holds {holds};"
                 f" lower up_to, or raise engines.{bucket.shape}.max_model_len"
             )
     longest = longest_context(engines)
@@ -289,7 +290,7 @@ def _check_policy(policy: str) -> None:
         raise ConfigError(f"routing.policy: {error}") from None
     lacking = [method for method in ("snapshot", "restore") if not callable(getattr(made, method, None))]
     if lacking:
-        raise ConfigError(f"routing.policy: {policy} has no {', '.join(lacking)}, which checkpoints of a run need")
+        raise ConfigError(f"routing.policy: {policy} lacks {', '.join(lacking)}, which checkpoints of a run need")
 
 
 def _check_port(port: int) -> None:
@@ -302,7 +303,7 @@ def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
     if port is None:
         return
     if port == training_port:
-        raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
+        raise ConfigError(f"metrics.port: {port} is also cluster.port, where training replicas meet; give another port")
     try_port("metrics.port", host, port, "give a free port, or leave it out")
 
 

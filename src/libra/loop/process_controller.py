@@ -1,8 +1,8 @@
 """The worker processes of a run: starts, frees and ends them, and keeps engines on the current weights.
 
-Invariant: a slot has one computing process, and another one only after the last has ended or sleeps. Work is never
+Invariant: a slot has one computing process, and starts another only after the last has ended or sleeps. Work is never
 lost: when an engine changes role or is lost, its turns continue on other engines after their last token. An engine in
-service holds the current weights, or is about to load them.
+service has the current weights, or is about to load them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
 from libra.records.files import writing
 
-# Time for which an engine that is freed may continue its turns. A stopped turn costs computing its context again
-# elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as stopping
-# costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al. 1988).
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+# Time for which an engine that is freed may continue its turns. To stop a turn costs a prefill of its context on
+# another engine, or a KV transfer: tenths of a second to seconds for all turns of an engine. Waiting as long as
+# stopping costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al.
+# 1988).
 _GRACE_SECONDS = 1.0
 
-# Time for which it then waits until turns have left and the KV that they want is saved; the rest is computed again.
+# Time in which its turns then leave and the KV that they need is saved; other engines compute the rest again.
 _LEAVING_SECONDS = SAVE_SECONDS
 
 
@@ -56,15 +58,15 @@ class WorkerSettings:
     """Settings for the workers of a session."""
 
     training: TrainingConfig
-    engines: Mapping[str, ShapeConfig]  # shapes in which one can be started, that on lent devices included
+    engines: Mapping[str, ShapeConfig]  # all shapes that an engine may have, that on lent devices included
     share: float  # of one core, per CPU slot
-    port: int  # where replicas meet; 0: any free one
+    port: int  # at which replicas meet; 0: any free port
     seed: int
-    model: Path  # its directory
+    model: Path  # directory
     precision: Precision
-    kv_bytes: Callable[[int], int]  # that one token takes on each GPU of an engine, by the number of these
-    version: int  # of the weights: optimiser steps made before
-    checkpoint: Path | None  # that holds them; None: they are the model's own
+    kv_bytes: Callable[[int], int]  # bytes of one token's KV on each GPU of an engine with that many GPUs
+    version: int  # of the weights at the start of the session: the optimiser steps made before it
+    checkpoint: Path | None  # with these weights; None: they are the model's own
     loans: Mapping[str, DeviceLoan] = field(default_factory=dict)  # of workers on devices that serve users
 
     @property
@@ -74,7 +76,7 @@ class WorkerSettings:
 
 @dataclass(eq=False)
 class SlotProcesses:
-    """The `ProcessController` of a run on slots: one replica or one engine on each."""
+    """The `ProcessController` of a run on slots; each slot runs one replica or one engine."""
 
     launcher: WorkerLauncher
     pool: WorkerPool
@@ -82,19 +84,19 @@ class SlotProcesses:
     settings: WorkerSettings
     journal: Journal
     observer: RunObserver
-    lenders: AgentLauncher | None = None  # the launcher, where some of its slots are agents'
+    lenders: AgentLauncher | None = None  # the launcher, if some of its slots belong to agents
 
     def __post_init__(self) -> None:
-        self.lost: Callable[[str, str], None] = lambda worker, why: None  # called with a lost worker, and why
+        self.lost: Callable[[str, str], None] = lambda worker, why: None  # called with a lost worker's name, and why
         self._layout: Ready
         self._published: PublishedWeights
         self._trainers: Trainer | None = None
-        self._handles: dict[str, Handle] = {}  # the latest of every worker, but for engines that sleep
+        self._handles: dict[str, Handle] = {}  # of every worker's latest process, except sleeping engines
         self._sleeping = SleepingEngines(self.launcher)
 
     @property
     def trainers(self) -> Trainer:
-        """The training side; it begins with the first core replica."""
+        """The training side. It exists once the first core replica has started."""
         assert self._trainers is not None
         return self._trainers
 
@@ -109,7 +111,7 @@ class SlotProcesses:
     def unsupported(self, transition: Transition) -> str | None:
         wanted, slots = transition.after, {worker.id for worker in self.pool.all()}
         if wanted.layout != ONE_DEVICE:
-            return f"layout {wanted.layout}: each slot trains one whole replica, none can be spread over several"
+            return f"layout {wanted.layout}: each slot trains one whole replica; a replica cannot span several slots"
         elsewhere = [move.worker for move in transition.moves if move.worker not in slots]
         if elsewhere:
             return f"placement on {elsewhere[0]}: the slots of this run are {', '.join(sorted(slots))}"
@@ -130,7 +132,7 @@ class SlotProcesses:
             raise WorkerLostError(f"engine {worker} is not in service")
         engine = instance.handle
         await engine.drained(_GRACE_SECONDS)
-        await engine.vacate(_LEAVING_SECONDS)  # turns continue on other engines, with their KV where that pays
+        await engine.vacate(_LEAVING_SECONDS)  # turns continue on other engines, with their KV if a transfer pays
         if then.role is Role.TRAIN and isinstance(engine, EngineHandle) and self._sleeps(engine.link, instance.shape):
             await self._sleeping.lay(engine, instance.shape)
             del self._handles[worker]
@@ -156,7 +158,7 @@ class SlotProcesses:
         self.fleet.reallocate(allocation)
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
-        """Have every engine load the new weights between two of its iterations; returns the seconds of each."""
+        """Have every engine load the new weights between two of its iterations; returns the seconds of each load."""
         self.journal.note(WeightsPublished(version))
         self._published.current = LoadWeights(version, buffer, checksum)
         if self.lenders is not None:
@@ -164,8 +166,8 @@ class SlotProcesses:
         return await self.reload()
 
     async def save_final(self, directory: Path) -> None:
-        """Save the trained model, in Hugging Face layout, with the tokenizer and the chat template that it started
-        from. Raises `DiskError`."""
+        """Save the trained model in Hugging Face layout, with the tokenizer and chat template of the initial model.
+        Raises `DiskError`."""
         await self.trainers.save(directory, optimiser=False)
         with writing(directory):
             for name in _TOKENIZER:
@@ -173,18 +175,18 @@ class SlotProcesses:
                     shutil.copy(file, directory / name)
 
     async def reload(self) -> list[float]:
-        """Have every engine load the current weights, even if it has them; returns the seconds of each."""
+        """Have every engine load the current weights, even if it has them; returns the seconds of each load."""
         own = []
         for entry in self.fleet.instances():
             if entry.handle.name in self.settings.loans:  # a step does not wait for a lender
                 background(self._load_late(entry.handle))
-            elif not entry.handle.lent:  # engines of agents follow what is published
+            elif not entry.handle.lent:  # engines of agents follow the weights that the agents announce
                 own.append(entry.handle)
         seconds = await asyncio.gather(*map(self._load_or_lose, own))
         return [each for each in seconds if each is not None]
 
     def declare_dead(self) -> None:
-        """Find processes that ended without closing a channel."""
+        """Declare workers lost whose processes ended without closing a channel."""
         for handle in list(self._handles.values()):
             if not handle.lost and not self.launcher.exists(handle.link):
                 handle.declare_lost("its process is gone")
@@ -203,7 +205,7 @@ class SlotProcesses:
         before = self._handles.get(name)
         if before is not None:
             await self.launcher.gone(before.link)
-            del self._handles[name]  # not before that: the next start here has to wait for it too
+            del self._handles[name]  # only now, since the next start here must also wait for the process to end
 
     async def _spawn(self, name: str) -> WorkerLink:
         await self._vacated(name)
@@ -237,7 +239,8 @@ class SlotProcesses:
             await self._open_training(handle)
 
     async def _open_training(self, core: Handle) -> None:
-        """Begin training with the first core replica: it has the initial state, and knows the layout of the weights."""
+        """Begin training with the first core replica. It has the initial state, and provides the layout of the
+        weights."""
         version, checkpoint = self.settings.version, self.settings.checkpoint
         if checkpoint is not None:
             await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
@@ -259,12 +262,12 @@ class SlotProcesses:
         handle = await self._woken(name, shape) or await self._new_engine(name, shape)
         size = self.settings.engines[shape]
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
-            while handle.version != self._published.current.version:  # another may be published meanwhile
+            while handle.version != self._published.current.version:  # a step may publish newer weights meanwhile
                 await self._published.load(handle)
             self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     async def _woken(self, name: str, shape: str) -> EngineHandle | None:
-        """Wake the sleeping engine of this shape in the slot; None if there is none, or if it could not wake."""
+        """Wake the sleeping engine of this shape in the slot; None if the slot has none, or if it could not wake."""
         handle = await self._sleeping.of(name, shape)
         if handle is None:
             return None
@@ -294,12 +297,12 @@ class SlotProcesses:
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
                 dtype=served_dtype(self.settings.precision),
-                kv_cache_bytes=size.kv_tokens * self.settings.kv_bytes(gpus),  # vLLM's are those of one GPU
+                kv_cache_bytes=size.kv_tokens * self.settings.kv_bytes(gpus),  # vLLM counts the bytes of one GPU
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self.settings.seed * 1000 + self.pool[name].slot,
-                # A lent device's pace is kept in its grants. The engine's other work uses no device: if it paused for
-                # that too, serving would have the device after each of its steps.
+                # The grants of a lent device limit its share. The engine's other work uses no device: with pauses for
+                # that work too, serving would have the device after each of the engine's steps.
                 share=self.settings.share if loan is None and device == CPU else 1.0,
                 cores=handle.link.own_cores,
                 refresh_kv=self.settings.training.kv_on_update == "refresh",
@@ -317,7 +320,7 @@ class SlotProcesses:
         return handle
 
     async def _borrow_engine(self, name: str, shape: str) -> None:
-        """Start an engine on an agent's device. It serves once weights have arrived; no caller waits for that."""
+        """Start an engine on an agent's device. It serves once weights have arrived; no caller waits for them."""
         assert self.lenders is not None
         size = self.settings.engines[shape]
         handle = EngineHandle(await self._spawn(name), self.lost, self._recalled, self._took_weights)
@@ -329,13 +332,13 @@ class SlotProcesses:
         """The buffer for the engine's KV transfers; None if it never transfers KV."""
         handover = self.fleet.handover
         if handle.link.device != CPU:
-            return None  # a context is computed again on GPUs
+            return None  # GPUs compute a context again instead
         if handover is None or not handover.may_pay(self.settings.longest_context):
             return None
         return handover.place(handle)
 
     async def _load_late(self, handle: Engine) -> None:
-        """Bring an engine to the weights that are current at the time of its load."""
+        """Load weights into an engine until it has the current version."""
         while not handle.lost and handle.version < self._published.current.version:
             wanted = self._published.current.version
             try:
@@ -343,7 +346,7 @@ class SlotProcesses:
             except WorkerLostError:
                 return
             except (WorkerFailedError, TimeoutError) as error:
-                if wanted == self._published.current.version:  # else newer ones were written over them meanwhile
+                if wanted == self._published.current.version:  # otherwise newer ones replaced these
                     self.lost(handle.name, f"it could not take weights v{wanted}: {error}")
                     return
         self.fleet.renewed()
@@ -354,19 +357,19 @@ class SlotProcesses:
         self.fleet.renewed()
 
     def _recalled(self, handle: EngineHandle) -> None:
-        """The device of an engine is recalled, or lent again."""
+        """Note that the device of an engine is recalled, or lent again."""
         self.observer.recalled(handle.name, handle.away)
         self.fleet.renewed()
         if handle.away:
             background(handle.vacate(_LEAVING_SECONDS))  # its turns continue on other engines
 
     async def _load_or_lose(self, handle: Engine) -> float | None:
-        """Load the current weights; returns the seconds. An engine that cannot load them is lost, since it must not
-        continue with the old ones; returns None then."""
+        """Load the current weights; returns the seconds. An engine that cannot load them is declared lost, since it
+        must not continue with old weights; returns None then."""
         try:
             return await self._published.load(handle)
         except WorkerLostError:
-            return None  # reported by its channel; no step waits for it
+            return None  # its channel reports the loss; no step waits for the engine
         except (WorkerFailedError, TimeoutError) as error:
             self.lost(handle.name, f"it could not take weights v{self._published.current.version}: {error}")
             return None

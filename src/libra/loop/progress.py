@@ -1,4 +1,4 @@
-"""Progress of a run, for its user."""
+"""Shows the progress of a run on the user's display."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from libra.report.live import Display, RunView, left_words
 from libra.report.remaining import RemainingTime
 from libra.report.words import percent
 
-_RECENT_STEPS = 10  # over which the shown reward and the pace are averaged
-_NAMED = 2  # recalled devices; where there are more, only their number is shown
+_RECENT_STEPS = 10  # of the averages for the shown reward and pace
+_NAMED = 2  # recalled devices shown by name; above this number, only the number is shown
 
 
 class RunProgress:

@@ -1,7 +1,7 @@
 """The run directory: all records of a run, written while it runs.
 
-Invariant: a record is one complete line, so a run that ends at any point leaves readable files. A full disk is a
-`DiskError` that names the file.
+Invariant: a record is one complete line, so a run that ends at any point leaves readable files. A full disk raises a
+`DiskError` with the name of the file.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from libra.records.trace import JsonValue
 from libra.trajectory import dump_trajectory
 
 if TYPE_CHECKING:
-    from libra.loop.run_spans import RunSpans  # its library is an extra
+    from libra.loop.run_spans import RunSpans  # needs a library of an extra
 
 RECORDS = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
 _EPISODE_LANE = "one episode at a time"
-_COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
-_SPAN_SECONDS = 0.005  # a shorter span of one cause would not be visible on the timeline, and is not drawn
+_COUNTER_SECONDS = 0.1  # shortest time between two values of a running-turns counter on the timeline
+_SPAN_SECONDS = 0.005  # shorter spans of one cause would not be visible on the timeline, and are not drawn
 
 
 class Recorder:
     """Writes metrics, periods, decisions, events, trajectories, routing and the timeline.
 
-    The times of records count the seconds of reinforcement learning, over all sessions of a resumed run; the timeline
-    counts from the start of this one.
+    Times of records count the seconds of reinforcement learning over all sessions of a resumed run. The timeline counts
+    from the start of this session.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Recorder:
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
         self.recalls = 0
-        self._recalls = defaultdict[str, list[tuple[float, float, str]]](list)  # of each lent engine, on the timeline
-        self._away: dict[str, tuple[float, str]] = {}  # engines whose device is recalled: since when, and why
+        self._recalls = defaultdict[str, list[tuple[float, float, str]]](list)  # (from, to, why), by engine
+        self._away: dict[str, tuple[float, str]] = {}  # (time, why) of the recall, by engine whose device is recalled
 
     def begin(self) -> None:
         """Note that reinforcement learning begins or continues."""
@@ -93,7 +93,7 @@ class Recorder:
         )
 
     def now(self) -> float:
-        """Seconds of reinforcement learning so far."""
+        """Seconds of reinforcement learning up to now, in all sessions of the run."""
         return self._seconds_before + (time.monotonic() - self._began if self._began is not None else 0.0)
 
     def step(self, record: StepRecord) -> None:
@@ -134,8 +134,9 @@ class Recorder:
             self._followed = None
 
     def turn(self, report: TurnReport) -> None:
-        """Record a served turn, with the reason if it changed engines. The timeline shows all turns of one episode at a
-        time: hundreds run at once, and following one shows its queues, tools and moves."""
+        """Record one engine's part of a turn; if the turn changed engines, also in the routing log, with the reason.
+        The timeline draws all turns of one episode at a time: hundreds run at once, and one alone shows its queues,
+        tools and moves."""
         if self._spans is not None:
             self._spans.turn(report)
         if self._began is not None and self._followed is None:
@@ -166,15 +167,15 @@ class Recorder:
             self._files["routing"].append(sealed(json.dumps(entry).encode()))
 
     def turns(self, worker: str, change: int) -> None:
-        """Record a changed number of turns at an engine."""
+        """Add `change` to the number of turns at an engine."""
         self._count(worker, self._devices.turns(worker, change, self._moment()))
 
     def tools(self, worker: str, change: int) -> None:
-        """The number of episodes that wait for a tool, and were last served by this engine, changes."""
+        """Add `change` to the number of episodes that wait for a tool and whose last turn this engine served."""
         self._devices.tools(worker, change, self._moment())
 
     def meet(self, workers: Iterable[Worker]) -> None:
-        """Begin to account for the time of these workers."""
+        """Start accounting for the time of these workers."""
         moment = self._moment()
         for worker in workers:
             self._devices.role(worker.id, worker.role, moment)
@@ -192,7 +193,7 @@ class Recorder:
         self._devices.phase(phase, self._moment())
 
     def stepped(self, result: StepResult) -> None:
-        """Note that the trainers have made a step, whose weights are now published."""
+        """Note that the trainers have made a step and published its weights."""
         self._devices.stepped(step_parts(result), result.publish_seconds, self._moment())
 
     def hold_back(self, held_back: bool) -> None:
@@ -204,16 +205,17 @@ class Recorder:
         return self._devices.seconds(self._moment())
 
     def under_way(self) -> dict[str, tuple[int, int]]:
-        """For every engine, its turns, and the running tool calls of the episodes that it served last."""
+        """For every engine, the number of its turns, and of running tool calls of episodes whose last turn it
+        served."""
         return self._devices.under_way()
 
     def take_device_seconds(self, until: float) -> Seconds:
-        """`device_seconds` since the last call, until the end of the current second of reinforcement learning."""
+        """`device_seconds` since the last call, up to `until`, a time in seconds of reinforcement learning."""
         assert self._began is not None
         return self._devices.take(until - self._seconds_before + self._began - self._started)
 
     def moved(self, moved: MoveOutcome) -> None:
-        """Record a finished move; if it failed, the event names the worker's present duty."""
+        """Record a finished move. If the move failed, the event says what the worker does now."""
         move = moved.move
         self.tally.moved(moved)
         if moved.outcome == "done":
@@ -234,16 +236,16 @@ class Recorder:
             timeline.move(move.worker, str(move), max(0.0, now - moved.seconds), now, details)
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """Record that a worker with a duty is lost."""
+        """Record the loss of a worker that had a duty."""
         self.lost_workers[worker] = None
         self.tally.lost(worker)
-        what_next = "its slot has lost too many within an hour and stays empty" if retired else "its slot is idle"
+        what_next = "its slot lost too many workers within an hour and stays empty" if retired else "its slot is idle"
         self.event("worker_lost", worker, f"{why}; {what_next}")
         with self._drawing() as (timeline, now):
             timeline.lost(worker, now, why)
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
+        """Record that a replica has joined training, `seconds` after its start; a step waited `held_seconds` for it."""
         self.tally.joined(seconds, held_seconds)
         waited = f"a step waited {held_seconds:.3f} s" if held_seconds else "no step waited"
         text = f"takes part in training {seconds:.1f} s after its start; {waited} for it"
@@ -253,7 +255,7 @@ class Recorder:
             timeline.work(worker, "join training", max(0.0, now - seconds), now, details)
 
     def recalled(self, worker: str, why: str) -> None:
-        """The device of an engine is recalled; `why` empty: it is lent again."""
+        """Record that the device of an engine is recalled, with the reason `why`; an empty `why`: it is lent again."""
         kind, text = ("recalled", why) if why else ("lent_again", "its device is lent again")
         self._write("events", EventRecord(self.now(), kind, worker, text))
         self.messages.append(f"the device of {worker} is recalled: {why}" if why else f"{worker}: {text}")
@@ -268,11 +270,11 @@ class Recorder:
             self._recalls[worker].append((since[0], self._moment(), since[1]))
 
     def load(self, worker: str) -> None:
-        """An engine begins to load new weights."""
+        """Note that an engine begins to load new weights."""
         self._devices.load(worker, self._moment())
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """An engine has loaded new weights, and paused for `seconds`."""
+        """Record that an engine has loaded new weights, and paused for `seconds`."""
         self._devices.loaded(worker, seconds, self._moment())
         with self._drawing() as (timeline, now):
             timeline.work(worker, f"load v{version}", now - seconds, now)
@@ -292,10 +294,10 @@ class Recorder:
             stack.enter_context(writing(self._timeline_path))
             stack.callback(self._timeline.close)
             stack.callback(self._draw_loans)
-            self._devices.take(self._moment())  # draws what is not over
+            self._devices.take(self._moment())  # draws the spans that are still open
 
     def _draw_loans(self) -> None:
-        """Draw the loans of this session."""
+        """Have lending draw the loans of this session."""
         for worker in list(self._away):
             self._end_recall(worker)
 
@@ -307,12 +309,12 @@ class Recorder:
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Timeline, float]]:
-        """The timeline and the present moment on it."""
+        """The timeline, and the current time on it."""
         with writing(self._timeline_path):
             yield self._timeline, self._moment()
 
     def _moment(self) -> float:
-        """Seconds of this session."""
+        """Seconds since the start of this session."""
         return time.monotonic() - self._started
 
     def _spent(self, worker: str, cause: Cause, start: float, end: float) -> None:
@@ -321,7 +323,7 @@ class Recorder:
                 timeline.cause(worker, cause, start, end)
 
     def _count(self, worker: str, running: int) -> None:
-        """Draw the number of an engine's turns, thinned out for the timeline."""
+        """Draw the number of an engine's turns, at most once every `_COUNTER_SECONDS`."""
         with self._drawing() as (timeline, now):
             if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
                 self._counted[worker] = now
@@ -332,9 +334,9 @@ class Recorder:
 
 
 def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
-    """Parts of each replica's time in a step, until the optimiser's turn."""
+    """Parts of each replica's time in a step, up to the optimiser's update."""
     before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
-    # They leave the exchange together, so the longest time in it includes the wait for the slowest replica.
+    # The replicas leave the exchange together, so the longest time in it includes the wait for the slowest replica.
     exchange = min((share.exchange_seconds for share in result.shares), default=0.0)
     return {
         share.replica: (

@@ -1,7 +1,7 @@
-"""Decides when to plan again, and has the plan carried out during the steps.
+"""Decides when to plan again, and has the executor carry out the plan during the steps.
 
-Invariant: a decision is made from this run's measurements, for the present workers, and carried out during the steps;
-one at a time. After a loss, a new plan is made as soon as no move is in progress.
+Invariant: one decision at a time is in progress. It uses this run's measurements and the workers present now, and is
+carried out during the steps. After a loss, the run plans again as soon as no move is in progress.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from libra.records.schema import DecisionRecord
 
 @dataclass(eq=False)
 class ReplanController:
-    """Changes a run's allocation and tracks its periods. Methods are for step boundaries, except `worker_lost`."""
+    """Changes a run's allocation and tracks its periods. Call methods at step boundaries, except `worker_lost`."""
 
     executor: Executor[ProcessController]
     observations: Observations
     recorder: Recorder
-    say: Callable[[str], None]  # called with decisions
-    first: Allocation  # that the run began with, and keeps where it is not `adaptive`
+    say: Callable[[str], None]  # called with a line about each decision
+    first: Allocation  # at the start of the run; it stays in force unless the run is `adaptive`
     steps: int
     period: int  # steps between two decisions
     seed: int
@@ -45,10 +45,10 @@ class ReplanController:
 
     def __post_init__(self) -> None:
         self.periods = Periods(self.recorder, self.observations.learn, self.first_period)
-        self.changed: Callable[[], None] = lambda: None  # called when there may be something to do at a boundary
+        self.changed: Callable[[], None] = lambda: None  # called when `at_boundary` may have work
         self.last_decision = ""
         self._step = 0
-        self._period_began = 0  # the step after which the last period began, or should have
+        self._period_began = 0  # the step after which the last period began, or would have with a prediction
         self._task: asyncio.Task[None] | None = None
         self._applying = False
         self._left: Allocation | None = None
@@ -60,16 +60,16 @@ class ReplanController:
         return self._lost and (self._task is None or self._task.done())
 
     def worker_lost(self) -> None:
-        """The pool has fewer workers than the plan: plan again at the next boundary."""
+        """Note that the pool has fewer workers than the plan. The next boundary plans again."""
         self._lost = True
         self.periods.mark_switching()
         self.changed()
 
     def begin(self, step: int) -> None:
-        """Begin the first period after `step`. A run that borrows plans before its first step: whether a loan pays, and
-        for which contexts, depends on grants that were unknown when the configuration was written."""
+        """Begin the first period after `step`. A run that borrows devices plans before its first step: whether a loan
+        pays, and for which contexts, depends on grants that were unknown when the configuration was written."""
         self._step = step
-        self._lost = self._any_idle()  # lost before this controller could plan around it
+        self._lost = self._any_idle()  # a worker was lost before this controller could plan around it
         borrows = any(worker.lent is not None for worker in self.executor.pool.healthy())
         if step == 0 and self.adaptive and borrows and not self._lost:
             self._task = asyncio.create_task(self._decide(self.steps, untried=True))
@@ -81,7 +81,7 @@ class ReplanController:
         self.periods.step(seconds)
 
     def at_boundary(self) -> None:
-        """Close a period that is over, and decide if a decision is due. Raises the error of a decision."""
+        """Close a period that has ended, and start a decision if one is due. Raises the error of a decision."""
         self.require_sound()
         ended = self._task is not None and self._task.done()
         if ended:
@@ -96,14 +96,14 @@ class ReplanController:
             self._next_period(decide=self.adaptive or self._any_idle())
 
     def require_sound(self) -> None:
-        """Raise the error of a decision, if there is one."""
+        """Raise the error of a failed decision, if one failed."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             error = self._task.exception()
             if error is not None:
                 raise error
 
     async def finish(self) -> None:
-        """Make no further change: let a move in progress end, and drop a plan that has not begun."""
+        """Make no further changes: wait for a move in progress, and drop a plan that has not begun."""
         if self._task is None:
             return
         if self._applying:
@@ -113,7 +113,7 @@ class ReplanController:
             await self.cancel()
 
     async def cancel(self) -> None:
-        """End at once, also in the middle of a move."""
+        """Cancel the decision at once, also in the middle of a move."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -127,7 +127,7 @@ class ReplanController:
         return any(worker.role is Role.IDLE for worker in self.executor.pool.healthy())
 
     def _next_period(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
-        """End the period, ask for a decision, and predict the next period."""
+        """End the period, start a decision, and predict the next period."""
         self.periods.end(self._hindsight, self._without_change)
         steps_left = self.steps - self._step
         if decide and steps_left > 0 and self._task is None:
@@ -136,12 +136,12 @@ class ReplanController:
         self._begin_period(switching=self._applying or forced, tried=tried)
 
     def _hindsight(self) -> Prediction | None:
-        """The price of the current allocation, for the latest measured work and speeds."""
+        """The price of the current allocation for the latest measured work and speeds."""
         allocation = self.executor.allocation()
         return None if allocation is None else self._price(allocation, tried=True, ahead=False)
 
     def _without_change(self) -> Stayed | None:
-        """Step seconds of the allocation before the last change, for the currently tracked work."""
+        """Step seconds of the allocation before the last change, for the currently tracked work; None if unknown."""
         if self._left is None:
             return None
         priced = self._price(self._left, self._keeps_ranges_of(self._left), ahead=False)
@@ -152,12 +152,13 @@ class ReplanController:
         return Stayed(stayed.step, bias.error(stayed.bottleneck) * stayed.step)
 
     def _keeps_ranges_of(self, allocation: Allocation) -> bool:
-        """Whether the buckets have the ranges of that allocation, so its router hits are known."""
+        """Whether the current buckets have the same ranges as those of `allocation`, so that its router hits are
+        known."""
         now = self.executor.allocation()
         return now is not None and now.ranges == allocation.ranges
 
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
-        """Predict the next period. Buckets whose ranges were not `tried` yet have no known router hits."""
+        """Predict the next period. Buckets whose ranges were not `tried` before have unknown router hits."""
         self._period_began = self._step
         allocation = self.executor.allocation()
         priced = None if allocation is None else self._price(allocation, tried)
@@ -166,8 +167,8 @@ class ReplanController:
             self.periods.begin(self._step + 1, allocation.describe(), priced, predicted, switching)
 
     def _price(self, allocation: Allocation, tried: bool, ahead: bool = True) -> Prediction | None:
-        """The price of an allocation for the forecast work of the next period, or, unless `ahead`, for the currently
-        tracked work; None if it does not fit."""
+        """The price of an allocation, or None if the allocation does not fit. With `ahead`, it is for the forecast work
+        of the next period, otherwise for the currently tracked work."""
         site, replanner = self._site(allocation if tried else None), self.observations.replanner
         [question] = site.questions([replanner.forecast(site) if ahead else replanner.scenario(site)])
         return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
@@ -177,11 +178,11 @@ class ReplanController:
 
     async def _decide(self, steps_left: int, untried: bool = False) -> None:
         """Plan, decide, and carry out the decision during the steps. An `untried` current allocation is as uncertain as
-        the proposed one, so uncertain work or prices are then no reason to keep it.
+        the proposed one, so uncertainty of work or prices is then no reason to keep it.
         """
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
-            # Without a lent device nothing is wrong; but one that came back is borrowed again.
+            # The allocation may do without a lent device, but a returned device is borrowed again.
             back = any(worker.lent is not None and worker.role is Role.IDLE for worker in workers)
             if not back and current is not None and self._price(current, tried=True) is not None:
                 return
@@ -196,7 +197,7 @@ class ReplanController:
             outlook = replace(outlook, uncertainty=0.0, bias=EXACT)
         proposal = await asyncio.to_thread(outlook.propose, self.seed)
         if self.executor.pool.healthy() != workers:
-            self.worker_lost()  # it was planned for others
+            self.worker_lost()  # the workers changed during planning
             return
         replanner.decided(proposal)
         self._record(proposal, time.monotonic() - began)
@@ -216,8 +217,8 @@ class ReplanController:
         else:
             self.periods.dropped()
             self.recorder.event("warning", None, f"the plan is dropped: {applied.failure}")
-        # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot continue for
-        # ever: a slot that loses its process again and again is retired.
+        # Idle slots start first, so a slot that is idle after an undone move lost its worker meanwhile. Planning again
+        # ends: a slot that loses its process again and again is retired.
         if any(moved.outcome == "failed" for moved in applied.moves) or (applied.failure and self._any_idle()):
             self.worker_lost()
 

@@ -1,7 +1,7 @@
 """The agent loop: generate a turn, call the tool that it requests, route the next turn by the tool's return.
 
 Invariant: tokens in, tokens out. Generated tokens enter the sample as the sampled ids, with their log-probs and weight
-versions, and are never decoded and encoded again. A tool is called once for each turn that requests it, even if engines
+versions; no code decodes and encodes them again. A tool is called once for each turn that requests it, even if engines
 are lost.
 """
 
@@ -88,7 +88,8 @@ class Rollout:
             returned = ToolReturn(call.tool, status, len(back))
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
-        """The tool's reply. Its status follows from the way the call ended, never from the text."""
+        """Call the tool; returns its status and reply. The status follows from the end of the call, never from the
+        text."""
         environment = self._environment
         tool = self._tools.get(call.tool)
         if tool is None:
@@ -99,7 +100,7 @@ class Rollout:
             return "timeout", environment.timeout_text
         except ToolError as error:
             return "error", str(error)
-        except Exception:  # noqa: BLE001 - a tool is a user's code: the agent sees that it broke, the run continues
+        except Exception:  # noqa: BLE001 - a tool is a user's code: the agent sees an error, and the run continues
             return "error", environment.error_text
         return ("ok", reply) if isinstance(reply, str) else ("error", environment.error_text)
 
@@ -117,8 +118,8 @@ class Rollout:
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:
-    """Result of `call` within `deadline` seconds; otherwise TimeoutError. A call that ignores its cancellation
-    continues in the background. A call that cancels itself raises an error, but does not end the episode.
+    """Result of `call` within `deadline` seconds; raises `TimeoutError` otherwise. A call that ignores its cancellation
+    continues in the background. A call that cancels itself raises `RuntimeError` here, which does not end the episode.
     """
     task = asyncio.ensure_future(call)
     task.add_done_callback(_let_go)
@@ -135,14 +136,14 @@ async def _within(deadline: float, call: Awaitable[T]) -> T:
 
 
 def _let_go(task: asyncio.Future[T]) -> None:
-    """Retrieve a late exception after the caller has stopped waiting, so that asyncio does not log it."""
+    """Retrieve an exception that came after the caller stopped waiting, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
-_AT_ONCE = 64  # episodes under way
-_NOW = 0.0  # due before all training episodes
-_CHECKED = 12  # episodes
+_AT_ONCE = 64  # episodes of an evaluation in progress
+_NOW = 0.0  # deadline of evaluation episodes, earlier than that of all training episodes
+_CHECKED = 12  # episodes of a comparison of log-probs
 
 
 async def evaluate(
@@ -176,8 +177,8 @@ async def evaluate(
 async def logprob_gap(
     rollout: EpisodeMaker, trainers: Trainer, prompts: Sequence[Prompt], label: str, version: int, temperature: float
 ) -> float:
-    """Largest difference of a generated token's log-prob between engine and trainer, over fresh episodes. They are
-    sampled at `temperature`, with the `version` of the weights that the trainer has."""
+    """Largest difference of a generated token's log-prob between engine and trainer. It covers fresh episodes, sampled
+    at `temperature` with the weights of `version`, which the trainer has too."""
     episodes = await asyncio.gather(
         *(
             rollout.episode(EpisodeRequest(f"{label}-{index}", prompt, _NOW, temperature, fresh=True, version=version))

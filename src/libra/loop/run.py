@@ -33,7 +33,7 @@ from libra.records.files import DiskError
 from libra.records.schema import RunSummary
 from libra.report.live import Display
 
-_MEMORY_SECONDS = 20.0  # between two looks; one costs tens of milliseconds of CPU time for each large process
+_MEMORY_SECONDS = 20.0  # between two measurements, each with tens of milliseconds of CPU time per large process
 
 
 async def run(
@@ -44,16 +44,16 @@ async def run(
     planned: str = "",
 ) -> RunSummary:
     """Make a whole run in the existing `config.run_directory`; with `resume`, the remaining steps of a run. `planned`
-    is a text about the plan that the run carries out. Writes and returns the summary. Raises `ConfigError` if the run
-    has already made more steps than the configuration has.
+    describes the plan that the run carries out. Writes and returns the summary. Raises `ConfigError` if the run has
+    already made more steps than `training.steps`.
     """
     directory = config.run_directory
     began = time.monotonic()
     before = read_interrupted(directory) if resume else None
     if before is not None and before.history.version > config.training.steps:
         raise ConfigError(
-            f"training.steps is {config.training.steps}: {directory} has made {before.history.version} already;"
-            " resume with at least as many"
+            f"training.steps: {config.training.steps}, but {directory} has already made {before.history.version} steps;"
+            " resume with at least that many"
         )
     async with (
         MetricsEndpoint.open(config.metrics) as metrics,
@@ -75,13 +75,13 @@ async def run(
         session = Session(
             config, environment, server, progress, launcher, metrics, memory.peak, choice, model, began, before, planned
         )
-        # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
+        # An error raised in a callback has no caller: it ends the run instead of being logged and forgotten.
         main = asyncio.create_task(session.run())
         broken: list[BaseException] = []
 
         def stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
             if "socket" in context:
-                return  # no callback: a visitor could not be let in, as too many files are open; asyncio tries again
+                return  # too many files are open to accept a connection; asyncio tries again
             broken.append(context.get("exception") or RuntimeError(context["message"]))
             main.cancel()
 
@@ -97,13 +97,13 @@ async def run(
         finally:
             main.cancel()
             await asyncio.gather(main, return_exceptions=True)
-            with suppress(DiskError):  # it is why the run ends, or less than that
+            with suppress(DiskError):  # either this ends the run already, or a worse error does
                 session.files.close()
 
 
 @asynccontextmanager
 async def _playing(environment: Environment | ServedEnvironment, logs: Path) -> AsyncIterator[EpisodeServer | None]:
-    """The server for an environment that plays its own episodes."""
+    """The server for an environment that plays its own episodes; None for other environments."""
     if not isinstance(environment, ServedEnvironment):
         yield None
         return
@@ -115,13 +115,13 @@ def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager
     if cluster.launcher == "local":
         places = [slot[0] for slot in cluster.placement or ()]
         return LocalLauncher.open(logs, slot_devices(cluster), places)
-    from libra.backends.launch.ray import open_on_ray  # its library is an extra
+    from libra.backends.launch.ray import open_on_ray  # needs the library of an extra
 
     return open_on_ray(cluster, logs)
 
 
 class MemoryWatch:
-    """Watches this process, and those under `roots`, within its context."""
+    """Measures the memory of this process, and of the process trees under `roots`, while its context is open."""
 
     def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
         self._roots = roots
@@ -158,6 +158,6 @@ class MemoryWatch:
                 processes += [root, *root.children(recursive=True)]
         total = 0
         for process in processes:
-            with suppress(psutil.Error):  # it ended while we looked
+            with suppress(psutil.Error):  # it ended during the measurement
                 total += process.memory_full_info().pss
         return total

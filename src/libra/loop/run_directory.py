@@ -1,7 +1,7 @@
-"""The directory of a run: its lock, the checks whether a run can start or resume in it, and its `config.json`.
+"""The directory of a run: its lock, its `config.json`, and checks that a run can start or resume in it.
 
-Invariant: a process that writes or deletes files in a run directory holds its lock. The system releases the lock at any
-end of the process.
+Invariant: a process that writes or deletes files in a run directory holds its lock. The operating system releases the
+lock at any end of the process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _RESUMED_AS_STARTED = (
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, which is made if it does not exist. Raises `ConfigError` if another process
-    holds it or something else has its name, `DiskError` if the file cannot be made."""
+    """Context in which this process holds the lock of a run directory; makes the directory if needed. Raises
+    `ConfigError` if another process holds the lock or something else has its name, `DiskError` if the file cannot be
+    made."""
     path = directory / LOCK
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ConfigError(f"name: {path} is not a regular file; remove it")
@@ -62,20 +63,21 @@ class _RunningError(ConfigError):
 
 
 def check_not_running(directory: Path) -> None:
-    """Raises `ConfigError` if another process runs in the directory, whose files may then change during any check."""
+    """Raise `ConfigError` if another process runs in the directory, whose files may then change during any check."""
     if (process := running_process(directory)) is not None:
         raise _RunningError(directory, process)
 
 
 def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> RunConfig:
-    """Empty the run directory if `overwrite`; `config.json` marks it as a run's from the first moment. The caller holds
-    its lock. The directory is checked again: another run may have begun and ended since. Returns the configuration of
-    the run: a resumed run keeps the arithmetic that `auto` once chose. Raises `ConfigError`, `DiskError`."""
+    """Empty the run directory if `overwrite`, and write `config.json`, which marks it as a run's from the first moment.
+    The caller holds its lock. Checks the directory again, since another run may have begun and ended since the first
+    check. Returns the configuration of the run: a resumed run keeps the precision that `auto` once chose. Raises
+    `ConfigError`, `DiskError`."""
     directory = config.run_directory
     check_run_directory(config, resume, overwrite)
     if overwrite:
         with writing(directory):
-            # The file that marks it as a run's goes last: an interrupted --overwrite can be repeated.
+            # The file that marks the directory as a run's goes last: an interrupted --overwrite can be repeated.
             for path in sorted(_files(directory), key=lambda path: path.name == "config.json"):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     if resume and config.training.precision == "auto":
@@ -95,7 +97,7 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
     directory = config.run_directory
     if resume and overwrite:
         raise ConfigError(
-            "--resume and --overwrite contradict each other: one continues the run that the other deletes"
+            "--resume and --overwrite contradict each other: one continues the run that the other deletes; give one"
         )
     if not can_be_written(directory):
         raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
@@ -104,7 +106,7 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
         check_kinds(directory)
-        path, state = latest_checkpoint(directory, contents=False)  # contents are read when the run is
+        path, state = latest_checkpoint(directory, contents=False)  # the run itself reads the contents
         _check_resumed(config, _started_with(directory))
         try:
             restore_policy(config.routing.policy, state.policy)
@@ -112,14 +114,14 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
             raise ConfigError(f"routing.policy: {path}: {error}") from None
     if used and overwrite and not (directory / "config.json").is_file():
         raise ConfigError(
-            f"name: {directory} holds files but no run, so --overwrite would delete something else; give another --name"
+            f"name: {directory} has files but no run, so --overwrite would delete something else; give another --name"
         )
     if used and not resume and not overwrite:
-        raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
+        raise ConfigError(f"name: {directory} has an earlier run; use --resume, --overwrite, or another --name")
 
 
 def _started_with(directory: Path) -> dict[tuple[str | None, str], Any]:
-    """Settings of `config.json` that a resumed run keeps, by section and key. Raises `ConfigError`."""
+    """Settings in `config.json` that a resumed run must keep, by section and key. Raises `ConfigError`."""
     path = directory / "config.json"
     try:
         before = json.loads(path.read_bytes())
@@ -137,15 +139,15 @@ def _started_with(directory: Path) -> dict[tuple[str | None, str], Any]:
 
 
 def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], Any]) -> None:
-    """Check that groups in flight have the same prompts and size, and that replayed steps are those that were made."""
+    """Check that groups in flight keep their prompts and size, and that replayed steps equal the steps made before."""
     now = config.model_dump(mode="json")
     for (section, key), old in before.items():
         new = (now if section is None else now[section])[key]
-        if old != new and new != "auto":  # auto keeps what it chose then
+        if old != new and new != "auto":  # auto keeps its first choice
             name = key if section is None else f"{section}.{key}"
             raise ConfigError(
-                f"{name}: the run was started with {old} and cannot continue with {new}; give the same, or start again"
-                " with --overwrite"
+                f"{name}: the run was started with {old} and cannot continue with {new}; give the old value, or start"
+                " again with --overwrite"
             )
 
 
@@ -155,17 +157,17 @@ def _files(directory: Path) -> list[Path]:
 
 
 def can_be_written(directory: Path) -> bool:
-    """Whether files can be made in a directory, or in the nearest existing one above it."""
+    """Whether files can be made in a directory or, if it does not exist, in its nearest existing parent."""
     nearest = next(
         parent
         for parent in (directory, *directory.absolute().parents)
-        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
+        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises without permission to look
     )
     return nearest.is_dir() and _writable(nearest)
 
 
 def _writable(directory: Path) -> bool:
-    """Whether a file can be created in the directory; a permission check does not suffice, since root passes it on a
+    """Whether a file can be created in the directory. A permission check does not suffice, since root passes it on a
     read-only disk.
     """
     probe = directory / f".libra-probe-{os.getpid()}"

@@ -1,7 +1,7 @@
 """Spans of a run's episodes, by OpenTelemetry's conventions for generative AI.
 
-Invariant: the spans of an episode are made at its end: one `invoke_agent`, which contains a `chat` for each engine's
-part of a turn and an `execute_tool` for each return. Only episodes for training have spans.
+Invariant: the spans of an episode are made at its end. One `invoke_agent` contains a `chat` for each engine's part of a
+turn, and an `execute_tool` for each return. Only episodes for training have spans.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.loop.episode import Episode
 from libra.loop.turn_maker import TurnReport
 from libra.trajectory import Trajectory, Turn
 
-_TRAINED = re.compile(r"g\d+-\d+(~\d+)?")  # an episode of a group, or another context of it
+_TRAINED = re.compile(r"g\d+-\d+(~\d+)?")  # id of a group's episode, or of a further context of the episode
 _PROVIDER = "libra"
 
 
@@ -33,21 +33,21 @@ class _Part:
 
 
 class RunSpans:
-    """Makes spans with `tracer`. `clock` gives wall-clock nanoseconds."""
+    """Makes spans with `tracer`. `clock` returns wall-clock nanoseconds."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], int] = time_ns) -> None:
         self._tracer, self._clock = tracer, clock
         self._parts: dict[str, list[_Part]] = {}  # by trajectory, in order
 
     def turn(self, report: TurnReport) -> None:
-        """An engine's part in a turn is over."""
+        """Note the end of an engine's part in a turn."""
         if _TRAINED.fullmatch(report.trajectory):
             now = self._clock()
             part = _Part(report, now - round(1e9 * report.seconds), now)
             self._parts.setdefault(report.trajectory, []).append(part)
 
     def episode(self, episode: Episode) -> None:
-        """An episode has ended."""
+        """Make the spans of an episode that has ended."""
         for each in episode.contexts:
             if parts := self._parts.pop(each.trajectory.id, None):
                 self._invoked(each.trajectory, parts)

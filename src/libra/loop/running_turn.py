@@ -2,8 +2,9 @@
 
 Invariant: if an engine's part of a turn ends early (by loss, a stop, or a move to a longer bucket), the next engine
 continues after the last reported token. So each token comes from one engine, and no reported token is lost. The policy
-gets the tool return before the turn once, and the turn itself as in a simulation: a turn that is placed again starts
-with its present tokens; one that moves because it exceeded its bucket counts as placed once.
+gets the tool return before the turn once, and the turn itself as in a simulation. A turn that is placed again after a
+loss or stop is a request with its current tokens. A turn that moves because it exceeded its bucket counts as placed
+once.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from libra.trajectory import Turn
 
 @dataclass(slots=True)
 class Draft:
-    """An episode in progress: the tokens of its context, and a mark for generated ones.
+    """An episode in progress: the tokens of its context, and a mark for generated tokens.
 
-    The four lists have one entry per token at any moment. Reports of engines are entered as they arrive, so an
-    interrupted turn leaves a context from which any other engine can continue.
+    The four lists have one entry per token at any moment. Engines' reports are added as they arrive, so any other
+    engine can continue an interrupted turn from this context.
     """
 
-    asked: EpisodeRequest  # of a branch, with an id of its own
+    asked: EpisodeRequest  # for a branch, with the id of the branch
     started_at: float
     prompt_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -38,24 +39,25 @@ class Draft:
     versions: list[int] = field(default_factory=list)  # -1 where not generated
     turns: list[Turn] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
-    engine: str = ""  # that served it last
-    kv_engine: Engine | None = None  # the last that generated some of it, and so may still hold its KV
-    kv_tokens: int = 0  # of the context, that this engine has computed
+    engine: str = ""  # name of the engine that served it last
+    kv_engine: Engine | None = None  # the last engine that generated tokens of it, and may still have its KV
+    kv_tokens: int = 0  # tokens of the context that `kv_engine` has computed
 
     def sampling_seed(self) -> int | None:
-        """The seed for the next tokens. A turn that continues on another engine does not repeat its draws."""
+        """Seed for the next tokens. It depends on their position, so a turn that continues elsewhere repeats no
+        draws."""
         seed = self.asked.seed
         return None if seed is None else zlib.crc32(f"{seed} {len(self.tokens)}".encode())
 
     def given(self, tokens: list[int]) -> None:
-        """Tokens that no engine sampled: the prompt, and tool returns."""
+        """Add tokens that no engine sampled: the prompt, and tool returns."""
         self.tokens += tokens
         self.generated += [False] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
     def sampled(self, piece: Piece) -> None:
-        """Tokens that an engine sampled."""
+        """Add tokens that an engine sampled."""
         self.tokens += piece.tokens
         self.generated += [True] * len(piece.tokens)
         self.logprobs += piece.logprobs
@@ -63,7 +65,7 @@ class Draft:
 
 
 class RunningTurn:
-    """A turn that is placed and served, if needed several times, until it is complete."""
+    """A turn that is placed and served, several times if needed, until it is complete."""
 
     def __init__(
         self,
@@ -78,15 +80,15 @@ class RunningTurn:
         `most_tokens`."""
         self._draft, self._task, self._fleet = draft, task, fleet
         self._stop_token = stop_token
-        self._returned = returned  # until the policy has got it
+        self._returned = returned  # None once the policy has received it
         self._start = len(draft.tokens)
-        self._limit = self._start + most_tokens  # of the context
-        self._request: TurnRequest  # as it was last placed
-        self._ask_at: int | None = None  # context with which the policy wants to be asked
-        self._destination: tuple[Placement, Engine] | None = None  # where it goes when its engine has stopped it
-        self._engine: Engine  # that makes it, or did last
-        self._name: str  # of the request there
-        # The move of its context to the engine that was last asked; None: it was there.
+        self._limit = self._start + most_tokens  # tokens of the context
+        self._request: TurnRequest  # of the last placement
+        self._ask_at: int | None = None  # tokens of the context at which to ask the policy again
+        self._destination: tuple[Placement, Engine] | None = None  # after its current engine has stopped it
+        self._engine: Engine  # that serves it, or served it last
+        self._name: str  # of the request at that engine
+        # The move of the context's KV to this engine; None if it was there already, or was computed again.
         self.change: ContextMove | None = None
 
     @property
@@ -95,7 +97,7 @@ class RunningTurn:
         return len(tokens) >= self._limit or (len(tokens) > self._start and tokens[-1] == self._stop_token)
 
     def place(self) -> Placement | None:
-        """Choose the engine that continues the turn; None: no engine can hold it now."""
+        """Choose the engine that continues the turn; None if no engine can serve it now."""
         if self._destination is not None:
             (placement, engine), self._destination = self._destination, None
             if self._fleet.serves(engine):
@@ -111,13 +113,14 @@ class RunningTurn:
         return self._fleet.policy.tool_returned(self._request, returned, view)
 
     async def serve(self, placement: Placement, name: str) -> None:
-        """Have the engine of `placement` run the turn until it is over or stopped, or the engine leaves or is lost."""
+        """Have the engine of `placement` serve the turn until it is over or stopped, or the engine leaves or is
+        lost."""
         draft, before = self._draft, len(self._draft.tokens)
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
         salt = draft.asked.id if draft.asked.fresh else None
         transfer = await self._bring(salt)
-        if not self._fleet.serves(self._engine):  # it left meanwhile: its turns have been stopped already
+        if not self._fleet.serves(self._engine):  # the engine left meanwhile, and its turns have been stopped already
             self.change = None
             return
         try:
@@ -137,9 +140,9 @@ class RunningTurn:
             )
         except WorkerLostError:
             if self._fleet.serves(self._engine):
-                raise  # the engine is still in service, although lost: the turn would be sent to it for ever
+                raise  # the fleet still lists the lost engine, so a retry would send the turn to it for ever
         finally:
-            if len(draft.tokens) > before:  # else the KV is where it was: this engine may never have had any
+            if len(draft.tokens) > before:  # otherwise this engine may have none of the KV
                 draft.kv_engine, draft.kv_tokens = self._engine, len(draft.tokens)
 
     @property
@@ -148,7 +151,7 @@ class RunningTurn:
         return self._limit - self._request.context_tokens
 
     async def _bring(self, salt: str | None) -> KVTransfer | None:
-        """Transfer the context's KV to its engine, if another engine has it and the transfer pays."""
+        """Transfer the context's KV to the engine of the turn, if another engine has it and the transfer pays."""
         draft, handover, self.change = self._draft, self._fleet.handover, None
         if handover is None or draft.kv_engine is None or draft.kv_engine is self._engine:
             return None
@@ -164,7 +167,7 @@ class RunningTurn:
             self._ask()
 
     def _ask(self) -> None:
-        """Let the policy decide whether to move a turn that has generated the expected tokens of its placement."""
+        """Let the policy decide whether to move a turn that has generated as many tokens as its placement expected."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
         asked = self._draft.asked

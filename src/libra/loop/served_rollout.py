@@ -1,8 +1,8 @@
-"""Episodes that the environment plays, by requesting turns over HTTP and returning the reward.
+"""Episodes that an environment plays itself: it requests turns over HTTP and returns the reward.
 
-Invariant: an episode that fails because of its environment is played again from its start, a few times, before the run
-ends with the error. An episode that exceeds the longest context is a failure of the model: without a reward from the
-environment, its reward is 0.
+Invariant: an episode that fails because of its environment is played again from its start. After the third failure the
+run ends with the error. An episode that exceeds the longest context is a failure of the model: if the environment then
+raises an error, the reward is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTEMPTS = 3
 
 
 class ServedRollout:
-    """Lets one environment play episodes on a fleet."""
+    """Has one environment play episodes on a fleet."""
 
     def __init__(
         self,

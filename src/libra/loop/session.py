@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """The run's records, and those of an interrupted run."""
+    """The files of records, and the history of an interrupted run."""
 
     history: History
     recorded: Recorded
@@ -60,7 +60,7 @@ class _Records:
 
 @dataclass(frozen=True, slots=True)
 class _Rollouts:
-    """The maker of episodes, the held-out questions, and the observations of episodes."""
+    """The maker of episodes, the held-out prompts, and the observations of episodes."""
 
     rollout: EpisodeMaker
     heldout: Sequence[Prompt]
@@ -77,16 +77,16 @@ class Session:
     progress: RunProgress
     launcher: WorkerLauncher
     metrics: MetricsEndpoint
-    peak_memory: Callable[[], Awaitable[int]]  # bytes, of all processes
+    peak_memory: Callable[[], Awaitable[int]]  # bytes of all processes
     arithmetic: Choice
     model: Path
-    began: float  # when this process started it
-    before: Interrupted | None  # what an interrupted run left
-    planned: str = ""  # the plan that the run carries out, in words; empty: none was given
-    files: ExitStack = field(default_factory=ExitStack)  # to be closed when nothing of the session is under way
+    began: float  # start of the session, on the monotonic clock
+    before: Interrupted | None  # state of the interrupted run to resume; None: a new run
+    planned: str = ""  # description of the plan that the run carries out; empty: no plan was given
+    files: ExitStack = field(default_factory=ExitStack)  # to be closed once all tasks of the session have ended
 
     async def run(self) -> RunSummary:
-        """Run the session; writes and returns the summary."""
+        """Run the session; write and return the summary."""
         records = self._open_records()
         workers = SessionWorkers(
             config=self.config,
@@ -141,7 +141,7 @@ class Session:
         return summary
 
     def _open_records(self) -> _Records:
-        """Open the files of the run directory, and repair gaps that an interrupted run left."""
+        """Open the files of the run directory, and add the trajectories that an interrupted run did not record."""
         directory, before = self.config.run_directory, self.before
         history = before.history if before is not None else History(0)
         recorded = before.recorded if before is not None else Recorded()
@@ -158,17 +158,17 @@ class Session:
         return _Records(history, recorded, journal, episodes, recorder)
 
     def _spans(self) -> RunSpans | None:
-        """The spans of episodes, if there is a collector for them; they are on their way until `files` is closed."""
+        """The exporter of episode spans, until `files` is closed; None without a collector."""
         collector = span_endpoint(self.config.otel, os.environ, "otel")
         if collector is None:
             return None
-        from libra.loop.run_spans import RunSpans  # its library is an extra, as is that of the next
+        from libra.loop.run_spans import RunSpans  # both imports need libraries of an extra
         from libra.serve.span_export import exporting
 
         return RunSpans(self.files.enter_context(exporting(collector, "libra-run")))
 
     def _make_rollouts(self, records: _Records, workers: SessionWorkers, profile: DeviceProfile) -> _Rollouts:
-        """Build the maker of episodes, after the engines' work so far has been counted."""
+        """Build the maker of episodes. Counts the engines' earlier work first, so that it is in no observation."""
         config, environment, executor, recorder = self.config, self.environment, workers.executor, records.recorder
         fleet = executor.processes.fleet
         lent = None if config.lending is None else config.lending.engine
@@ -191,7 +191,7 @@ class Session:
         return Rollout(environment, tools, codec, fleet, longest_context, recorder, recorder.now)
 
     async def _evaluate_start(self, parts: _Rollouts, workers: SessionWorkers) -> Evaluation:
-        """Evaluate before the first step; a resumed run has its evaluation already."""
+        """Evaluate before the first step; a resumed run already has this evaluation."""
         observations, before = parts.observations, self.before
         if before is not None:
             observations.restore_tracker(before.state.tracker)
@@ -207,7 +207,7 @@ class Session:
             if trying is not None:
                 trying.cancel()
                 await asyncio.gather(trying, return_exceptions=True)
-        # Lent engines take no turns of an evaluation, so their placement says nothing of the router.
+        # Lent engines take no turns of an evaluation, so its placements say nothing about the router.
         borrows = any(bucket.shape == LENT for bucket in workers.allocation.buckets)
         observations.observe(episodes, () if borrows else [bucket.up_to for bucket in workers.allocation.buckets])
         observations.observe_engines(observations.counters.gained(fleet.instances()))
@@ -217,7 +217,7 @@ class Session:
     def _make_loop(
         self, records: _Records, workers: SessionWorkers, parts: _Rollouts, started: Evaluation
     ) -> TrainingLoop:
-        """The training loop and its controller, once there are workers."""
+        """The training loop and its controller. Call it after the workers have started."""
         config, training, observations = self.config, self.config.training, parts.observations
         executor, fleet = workers.executor, workers.executor.processes.fleet
         controller = ReplanController(
@@ -266,7 +266,7 @@ class Session:
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float
     ) -> RunSummary:
-        """The summary of all sessions, except for memory and device time; `started`: trajectories."""
+        """The summary of all sessions; memory and device time are of this session. `started` counts trajectories."""
         config, directory = self.config, self.config.run_directory
         trained = steps * config.training.trajectories
         seconds_before = self.before.seconds if self.before is not None else 0.0

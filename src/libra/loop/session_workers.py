@@ -1,6 +1,6 @@
 """The workers of one session of a run, from their pool to the first allocation in service.
 
-Invariant: workers begin in the last allocation of an interrupted run, if this is still possible.
+Invariant: workers begin in the last allocation of an interrupted run, if that is still possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from libra.route.custom import load_policy, restore_policy
 
 
 class SessionObserver:
-    """Records changes of the pool, and notifies all `planners` of losses and returned slots."""
+    """Records changes of the pool, and calls all `planners` after losses and returned slots."""
 
     def __init__(self, recorder: Recorder, progress: RunProgress) -> None:
         self._recorder, self._progress = recorder, progress
@@ -63,13 +63,13 @@ class SessionObserver:
 
 @dataclass(eq=False)
 class SessionWorkers:
-    """The executor of a session and the recovery of its workers; none is started before `start`."""
+    """The executor of a session, and the recovery of its workers. No worker runs before `start`."""
 
     config: RunConfig
     launcher: WorkerLauncher
     model: Path
     arithmetic: Choice
-    before: Interrupted | None  # what an interrupted run left
+    before: Interrupted | None  # state of the interrupted run to resume; None: a new run
     recorder: Recorder
     journal: Journal
     progress: RunProgress
@@ -99,7 +99,7 @@ class SessionWorkers:
         self.observer.planners.append(self.recovery.worker_lost)
 
     async def start(self) -> DeviceProfile:
-        """Bring all workers into service; returns their costs, which are measured if unknown."""
+        """Bring all workers into service; returns their costs, which it measures if unknown."""
         config, executor, recovery, profile = self.config, self.executor, self.recovery, self._profile
         if self.borrowing is not None:
             await self.borrowing.start(self.progress.phase)
@@ -114,7 +114,7 @@ class SessionWorkers:
         ready = executor.allocation() or self.allocation
         self.progress.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
         if profile is None:
-            self.progress.phase("measuring engines and trainers, all at once")
+            self.progress.phase("measuring engines and trainers, all at the same time")
             hardware = self.launcher.hardware
             profile = await measured_profile(self._key, config, hardware, executor, recovery, self.progress.line)
         with writing(config.run_directory / "profile.json"):
@@ -137,14 +137,14 @@ class SessionWorkers:
         return borrowing
 
     def _make_executor(self, pool: WorkerPool) -> RunExecutor:
-        """An executor of workers that begin from the run's state; engines hand KV over if that is known to pay."""
+        """An executor whose workers begin from the run's state. Engines transfer KV if known costs say that it pays."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
         name = config.routing.policy
         policy = (
             restore_policy(name, before.state.policy) if before is not None else load_policy(name, seed=config.seed)
         )
         kv_bytes = partial(kv_bytes_per_token, self.model, served_dtype(precision))
-        # Room for all that the largest engine holds, so that it can give everything away at once.
+        # Room for the largest engine's whole KV, so that the engine can give all of it away at once.
         handover = KVHandover(kv_bytes(), max(shape.kv_tokens for shape in config.engines.values()))
         lent = [worker.id for worker in pool.all() if worker.lent is not None]
         if self._profile is not None:
@@ -169,7 +169,7 @@ class SessionWorkers:
         )
 
     def _first_allocation(self, pool: WorkerPool) -> Allocation:
-        """The allocation of the configuration, or the one in force when the run was interrupted."""
+        """The allocation of the configuration; for a resumed run, the one in force when it was interrupted."""
         before = self.before
         if before is None:
             return _start_allocation(self.config)
@@ -181,7 +181,7 @@ class SessionWorkers:
         holds = {name: shape.max_model_len for name, shape in self.config.all_engines.items()}
         in_force = allocation_in_force(before.journal, pool.all(), holds)
         if in_force is None:
-            self.progress.line("the workers or engines differ from before: they begin as start says")
+            self.progress.line("the workers or engines have changed: workers begin in the allocation of start")
         return in_force or _start_allocation(self.config)
 
 

@@ -1,7 +1,7 @@
 """Engines that sleep while their slot trains: the process keeps compiled code and graphs, and frees its memory.
 
-Invariant: a worker has at most one sleeping engine. A sleeping engine holds no weights and no KV; after waking, it
-loads the current weights before it serves. The death of a sleeping engine is no loss of the worker.
+Invariant: a worker has at most one sleeping engine. A sleeping engine has no weights and no KV; after waking, it loads
+the current weights before it serves. The death of a sleeping engine does not count as a loss of the worker.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SleepingEngines:
         return any(entry.handle is handle for entry in self._engines.values())
 
     async def lay(self, handle: EngineHandle, shape: str) -> None:
-        """Put an engine without turns to sleep. If it cannot sleep, it is ended: vLLM refuses if the GPU's used memory
-        has grown meanwhile, even by other processes.
+        """Put an engine without turns to sleep, and kill it if it cannot sleep. vLLM refuses to sleep if the GPU's used
+        memory grows meanwhile, even by other processes.
         """
         self._engines[handle.name] = _Asleep(shape, handle)
         try:
@@ -46,7 +46,7 @@ class SleepingEngines:
             del self._engines[handle.name]
 
     async def of(self, worker: str, shape: str) -> EngineHandle | None:
-        """The worker's sleeping engine of this shape; None if it has none. An engine of another shape is ended."""
+        """The worker's sleeping engine of this shape, or None. Ends a sleeping engine of another shape."""
         entry = self._engines.get(worker)
         if entry is None:
             return None
@@ -58,8 +58,8 @@ class SleepingEngines:
         return None
 
     async def wake(self, handle: EngineHandle) -> bool:
-        """Wake an engine: it allocates its memory again, without contents. False: this failed, and the engine is
-        lost.
+        """Wake an engine: it allocates its memory again, without contents. Returns False if this failed; the engine is
+        then lost.
         """
         handle.version = -1
         try:

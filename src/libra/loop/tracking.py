@@ -1,7 +1,7 @@
-"""A run's numbers for the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow.
+"""Sends a run's numbers to the user's experiment tracker: Weights & Biases, Trackio, TensorBoard or MLflow.
 
-Invariant: a tracker never ends a run. A failed tracker is reported once and gets no more values; the run's records are
-complete without it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
+Invariant: a tracker never ends a run. A failed tracker is reported once and gets no more values; the run's records do
+not depend on it. The tracker's own configuration, such as WANDB_MODE, sets its destination.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROJECT = "libra"
 
 
 class Tracker(Protocol):
-    """A receiver of values by step."""
+    """A destination for values by step."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -29,7 +29,7 @@ class Tracker(Protocol):
 
 
 class _Wandb:
-    """Weights & Biases, or Trackio, with the same functions."""
+    """Weights & Biases, or Trackio, which has the same functions."""
 
     def __init__(self, module: Any, config: RunConfig) -> None:
         self._module = module
@@ -93,7 +93,7 @@ def check_tracking(config: RunConfig) -> None:
 
 
 class Tracking:
-    """The tracker of a run. `tell` gets a line when it fails."""
+    """The tracker of a run, started with `make`. `tell` is called with a line when it fails."""
 
     def __init__(self, make: Callable[[], Tracker], name: str, tell: Callable[[str], None]) -> None:
         self._tracker: Tracker | None = None
@@ -103,7 +103,7 @@ class Tracking:
 
     @classmethod
     def of_run(cls, config: RunConfig, tell: Callable[[str], None]) -> Tracking | None:
-        """The tracker of a run; None without one."""
+        """The tracker that the configuration names; None if it names none."""
         name = config.tracking
         return None if name is None else cls(lambda: _TRACKERS[name](config), name, tell)
 
@@ -133,14 +133,14 @@ class Tracking:
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - whatever another library raises, the run continues
+        except Exception as error:  # noqa: BLE001 - the run continues after any error of another library
             self._tracker = None
             self._tell(f"{self._name} failed and gets no more values: {type(error).__name__}: {error}")
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
-    """Values of a step by name: `libra/plan/*` of the split, `libra/pool/*` of the devices, `libra/router/*` of the
-    generated turns, and the usual values of trainers."""
+    """Values of a step by name: `libra/plan/*` for the plan, `libra/pool/*` for the devices, `libra/router/*` for the
+    generated turns, and the usual values of trainers without a prefix."""
     total = sum(sum(causes.values()) for causes in record.device_seconds.values())
     causes: dict[str, float] = {}
     for its in record.device_seconds.values():

@@ -1,4 +1,4 @@
-"""The steps of a post-training run: asynchronous GRPO on workers that Libra divides between generating and training.
+"""The steps of a post-training run: asynchronous GRPO on workers that Libra divides between rollout and training.
 
 Invariant: weights are published before the next batch is taken. An interrupted run continues from its checkpoint: it
 replays the later steps from their batches, and continues the groups in flight.
@@ -32,8 +32,8 @@ from libra.records.schema import Evaluation, StepRecord
 class _StepTimes:
     """Moments of a step, in seconds of reinforcement learning."""
 
-    last_end: float  # of the step before
-    trained: float  # the batch was complete
+    last_end: float  # end of the previous step
+    trained: float  # the batch was complete, and training began
     stepped: float  # the optimiser had stepped
     ended: float  # all engines had the new weights
 
@@ -56,22 +56,22 @@ class TrainingLoop:
     episodes: EpisodeFile
     progress: RunProgress
     started: Evaluation
-    history: History  # what an interrupted run left
-    recorded: Recorded  # what its records cover
+    history: History  # of the interrupted run; empty for a new run
+    recorded: Recorded  # extent of the interrupted run's records
 
     def __post_init__(self) -> None:
         self.step = self.history.step  # optimiser steps made
         self._generated = 0
         self._checkpoint_seconds = 0.0  # since the last step
-        self._held_seconds = 0.0  # for which a checkpoint had to wait since the last step
+        self._held_seconds = 0.0  # for which the last checkpoint waited for the boundary, since the last step
         self.controller.changed = self.groups.progress.set
 
     async def run(self) -> None:
-        """Make the remaining steps. Raises the error of an episode or a decision."""
+        """Make the remaining steps. Raises the error of a failed episode or decision."""
         try:
             self._take_up_knowledge()
             self._generated = self.rollout.generated_tokens
-            self._gained()  # what came before is not of the first step
+            self._gained()  # excludes earlier work from the first step
             await self._replay_steps()
             self.controller.begin(self.step)
             self.recorder.phase(Phase.WAITING)
@@ -87,10 +87,10 @@ class TrainingLoop:
             await self.groups.cancel()
             self.controller.close()
 
-    # --- what an interrupted run left --------------------------------------------------------------------------------
+    # --- state of an interrupted run ---------------------------------------------------------------------------------
 
     def _take_up_knowledge(self) -> None:
-        """Learn from the episodes that finished after the checkpoint; forget the unfinished ones, which begin again."""
+        """Learn from episodes that finished after the checkpoint, and forget unfinished ones, which begin again."""
         self.observations.observe(self.history.finished, self.fleet.limits)
         for episode in self.history.finished:
             self.fleet.policy.finished(episode.trajectory)
@@ -100,7 +100,7 @@ class TrainingLoop:
                     self.fleet.policy.forget(episode_id(group.number, index))
 
     async def _replay_steps(self) -> None:
-        """Make the steps after the checkpoint again. Only the last step, if its record is missing, is recorded."""
+        """Make the steps after the checkpoint again. Records only the last step, and only if its record is missing."""
         if not self.history.batches:
             return
         self.recorder.phase(Phase.AGAIN)
@@ -114,7 +114,7 @@ class TrainingLoop:
             f"replayed steps {self.history.step + 1} to {self.step}, from their own trajectories",
             ended - began,
         )
-        await self._checkpoint()  # so that nothing is replayed twice
+        await self._checkpoint()  # so that a second interruption replays none of these steps
 
     def _begin_steps(self) -> float:
         """Exclude the time until now from all steps; returns the time at which the first step begins."""
@@ -126,11 +126,11 @@ class TrainingLoop:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     async def _one_step(self, last_end: float) -> float:
-        """Wait for a batch and train on it; returns when the step ended."""
+        """Wait for a batch and train on it; returns the time at which the step ended."""
         self.groups.feed()
         while not self.groups.ready:
             self.groups.progress.clear()
-            self._require_sound()  # what failed before the wait does not set `progress` again
+            self._require_sound()  # an error from before the wait does not set `progress` again
             if self.controller.urgent:
                 self.controller.at_boundary()
             await self.groups.progress.wait()
@@ -145,7 +145,7 @@ class TrainingLoop:
         return ended
 
     async def _train_on(self, batch: StepBatch, last_end: float) -> float:
-        """Make one step of a batch, and publish the weights; returns when the step ended."""
+        """Make one step from a batch, and publish the weights; returns the time at which the step ended."""
         replayed = self.step < self.history.version
         if not replayed:
             self.recorder.phase(Phase.STEPPING)
@@ -202,7 +202,7 @@ class TrainingLoop:
                 policy=self.fleet.policy.snapshot(),
                 started=self.started,
             )
-            self.episodes.begin_segment(self.step)  # no episode finishes between the state and this
+            self.episodes.begin_segment(self.step)  # no episode finishes between taking the state and this line
             await self.episodes.sync()
             path = await save_checkpoint(self.recorder.directory, self.trainers, state)
         self.journal.commit(CheckpointWritten(self.step))
@@ -261,5 +261,5 @@ class TrainingLoop:
 
 
 def _quantile(ordered: Sequence[int], q: float) -> float:
-    """Nearest rank."""
+    """Quantile `q` by nearest rank."""
     return float(ordered[min(len(ordered) - 1, int(q * len(ordered)))])

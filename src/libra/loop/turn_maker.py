@@ -1,7 +1,7 @@
-"""Turns on the fleet of a run, and the episodes made of them.
+"""Generates turns on the fleet of a run, and makes episodes of them.
 
 Invariant: tokens in, tokens out. Generated tokens enter an episode as the ids that an engine sampled, with their
-log-probs and weight versions; nothing is decoded and encoded again.
+log-probs and weight versions; no code decodes and encodes them again.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ class TurnReport:
     trajectory: str
     worker: str
     tokens: int
-    seconds: float  # at the engine, its queue included
+    seconds: float  # at the engine, including its queue
     placement: Placement
-    change: ContextMove | None  # of engines, before this engine's part
+    change: ContextMove | None  # the move of the context to this engine, before its part
 
 
 class RolloutObserver(Protocol):
-    """Receives the turns and tools of episodes."""
+    """Observer of the turns and tool calls of episodes."""
 
     def turn(self, report: TurnReport) -> None:
-        """An engine's part in a turn is over."""
+        """Called when an engine's part in a turn ends."""
         ...
 
     def turns(self, worker: str, change: int) -> None:
-        """The number of turns at an engine changes."""
+        """Called when the number of turns at an engine changes by `change`."""
         ...
 
     def tools(self, worker: str, change: int) -> None:
-        """The number of episodes that wait for a tool, of those which this engine served last, changes."""
+        """Called when the number of episodes that wait for a tool, and whose last turn this engine served, changes by
+        `change`."""
         ...
 
 
 class TurnMaker:
-    """Makes the turns of one task, each on one engine or several in turn."""
+    """Makes the turns of one task, each on one engine or on several in sequence."""
 
     def __init__(self, task: str, stop_token: int, fleet: ServingFleet, observer: RolloutObserver) -> None:
         self.fleet, self.observer = fleet, observer
@@ -56,7 +57,8 @@ class TurnMaker:
         self.generated_tokens = 0
 
     async def make(self, draft: Draft, most_tokens: int, returned: ToolReturn | None) -> list[int]:
-        """The tokens of the next turn, which `draft` has, too. It ends with the stop token or after `most_tokens`."""
+        """Generate the next turn into `draft`; returns its tokens. It ends with the stop token or after
+        `most_tokens`."""
         start = len(draft.tokens)
         turn = RunningTurn(draft, self._task, self.fleet, most_tokens, self._stop_token, returned)
         while True:
@@ -81,7 +83,7 @@ class TurnMaker:
                 return draft.tokens[start:]
 
     def finish(self, draft: Draft, reward: float, branches: tuple[Episode, ...] = ()) -> Episode:
-        """The episode of a draft with all its turns; the policy learns from it."""
+        """Complete the episode of `draft`, and have the policy learn from it."""
         trajectory = Trajectory(
             id=draft.asked.id,
             prompt_id=draft.asked.prompt.id,

@@ -1,7 +1,7 @@
 """The supervised warm-up: trains an initial policy on imperfect demonstrations.
 
 Invariant: the warm model depends only on its configuration, the environment and the seed, so it can be cached and
-reused: three runs that differ in their learning rate start from the same weights.
+reused. For example, three runs that differ in their learning rate start from the same weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from libra.environments.served import ServedEnvironment
 from libra.loop.rollout import Codec
 from libra.plan.options.slots import longest_context
 
-_RECIPE = 2  # counts up when the way of training changes, so that no older warm model is used for this one
-_RAMP_STEPS = 50  # of the learning rate
-_FINAL_RATE = 0.05  # of the learning rate, reached linearly
+_RECIPE = 2  # increase it when the training procedure changes, so that older warm models are not used
+_RAMP_STEPS = 50  # steps in which the learning rate rises linearly to its full value
+_FINAL_RATE = 0.05  # share of the learning rate at the end; it falls linearly
 
 
 async def warm_model(
@@ -40,8 +40,8 @@ async def warm_model(
     precision: Precision,
     progress: Callable[[int, int, float], None],
 ) -> Path:
-    """The directory of the initial model of reinforcement learning; made now, or found from an earlier run. `progress`
-    is called after every step with the step, the number of steps, and the loss."""
+    """Directory of the model from which reinforcement learning starts; cached or trained now. `progress` is called
+    after every step with the step, the number of steps, and the loss."""
     if config.model.directory is not None and config.warm_up.steps == 0:
         return config.model.directory
     if isinstance(environment, ServedEnvironment):
@@ -64,10 +64,10 @@ async def warm_model(
 
 
 def no_demonstrations(kind: str) -> str:
-    """Why an environment that plays its episodes itself cannot warm up a model."""
+    """The error for an environment that plays its episodes itself, and so cannot warm up a model."""
     return (
-        f"environment.kind: {kind} has no demonstrations for a warm-up: give a model that can chat as model.directory,"
-        " and set warm_up.steps to 0"
+        f"environment.kind: {kind} has no demonstrations for a warm-up: set model.directory to a model with a chat"
+        " template, and warm_up.steps to 0"
     )
 
 
@@ -79,7 +79,7 @@ async def _train(
     directory: Path,
     progress: Callable[[int, int, float], None],
 ) -> None:
-    """Supervised steps with the whole machine: nothing else runs yet."""
+    """Make supervised steps with the whole machine; nothing else runs yet."""
     settings = config.warm_up
     codec = TokenizerCodec(directory)
     rng = random.Random(f"warm-up:{config.seed}")
@@ -106,7 +106,7 @@ async def _train(
         progress(step + 1, settings.steps, done.loss)
     await trainer.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
     await trainer.stop()
-    await launcher.gone(trainer.link)  # on a GPU its memory is the next worker's
+    await launcher.gone(trainer.link)  # its GPU memory is free for the next worker only after its end
 
 
 def _encode(environment: Environment, codec: Codec, rng: random.Random) -> tuple[list[int], list[bool]]:

@@ -48,8 +48,8 @@ class Allocation:
         return " | ".join([f"train {self.replicas}", *engines])
 
     def without(self, shapes: Collection[str]) -> Allocation:
-        """The allocation without the engines of `shapes`; the next longer bucket serves their ranges. Without the last
-        bucket, no engine serves the longest contexts.
+        """Return the allocation without the engines of `shapes`. The next longer bucket serves the range of a removed
+        bucket. If the longest bucket is removed, no engine serves the longest contexts.
         """
         left: list[Bucket] = []
         for bucket in self.buckets:

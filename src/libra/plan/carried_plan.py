@@ -22,17 +22,18 @@ from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 
 _AGAIN = "plan again with this configuration"
-_SAME = 0.97  # share of the planned memory that must exist, since drivers reserve different amounts
+_SAME = 0.97  # least share of the planned GPU memory that a GPU must have: drivers reserve different amounts
 
 
 def carried(config: RunConfig, plan: Plan, model: ModelSpec | None, gpu_memory: float | None) -> RunConfig:
-    """The configuration with the plan's allocation as its start.
+    """Return the configuration with the plan's allocation as its start.
 
     `model` is the model in the configuration's directory; None: no directory. `gpu_memory`: bytes of the smallest GPU
-    of this machine; None: CPU slots take the place of GPUs. Raises `ConfigError` that names the unsupported part.
+    of this machine; None: CPU slots take the place of GPUs. Raises a `ConfigError` that names the setting that differs
+    from the plan, or the part that a run does not support.
     """
     if config.lending is not None:
-        raise ConfigError("lending: the plan has no lent engines; leave the section out, or --plan")
+        raise ConfigError("lending: the plan has no lent engines; remove this section, or run without --plan")
     request = plan.request
     if isinstance(request, SlotRequest):
         _require_same_slots(config, request)
@@ -71,7 +72,7 @@ def carried(config: RunConfig, plan: Plan, model: ModelSpec | None, gpu_memory: 
 
 
 def carried_words(plan: Plan) -> str:
-    """The plan in one line: trainers and engines with layout and place."""
+    """The plan in one line: allocation, layout, and the GPUs of each group."""
     places = [
         f"{group.name} on {group.pool} {','.join(map(str, group.nodes))}: {','.join(map(str, group.gpus))}"
         for group in plan.placement
@@ -142,8 +143,8 @@ def _require_same_work(config: RunConfig, request: ClusterRequest, model: ModelS
 
 
 def _replica(plan: Plan, request: ClusterRequest) -> tuple[tuple[int, ...], int]:
-    """The GPUs of the run's single replica, with one process per GPU, which replaces the plan's training groups; and
-    the tokens of its micro-batches.
+    """Return the GPUs of the run's only replica, and the tokens of its micro-batches. The replica has one process on
+    each GPU of the plan's training groups.
     """
     layout = plan.layout
     groups = [group for group in plan.placement if group.role == "train"]
@@ -174,7 +175,9 @@ def _require_ordinary(plan: Plan, engines: list[DeviceGroup]) -> None:
 
 
 def _engines(plan: Plan, request: ClusterRequest, node: str) -> tuple[dict[str, ShapeConfig], Allocation]:
-    """The engine sizes of the plan, and its allocation by size; a size serves only one bucket."""
+    """Return the plan's engine shapes, and its allocation with the names of these shapes. A shape of a run serves one
+    bucket, so a planned shape with several buckets becomes one shape per bucket.
+    """
     recipe, nodes = request.recipe, request.cluster.node_class(node)
     shapes: dict[str, ShapeConfig] = {}
     buckets = []

@@ -2,7 +2,8 @@
 
 Invariant: both allocations are priced for the problem's work, and corrected by the price bias that the run has learned.
 A change must earn back its cost within the horizon, and its gain must exceed the errors of the tracked statistics and
-of the corrected prices; there is no other threshold. The decision contains all its numbers, and the priced moves.
+of the corrected prices; there is no other threshold. A `Decision` records the numbers that led to it, and the priced
+moves.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from libra.plan.problem import Problem
 from libra.plan.solution import Bottleneck, Prediction
 from libra.plan.transition import IDLE, Role, Transition, engine_shape
 
-# The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;
-# the middle of that in the logarithm. What runs measures its own.
+# The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) reports 30 s to over 100 s to start an engine
+# with its weights. This is the geometric mean; a run uses its own measurement instead.
 ENGINE_START = 55.0
-# Assumed: processes, imports, building the model. Communicators take a few seconds more at most (MegaScale, Jiang et
-# al. 2024, arXiv 2402.15627, sec. 3.5: less than 5 s on 2,048 GPUs).
+# Assumed time to start processes, import libraries and build the model. Communicators add at most a few seconds
+# (MegaScale, Jiang et al. 2024, arXiv 2402.15627, sec. 3.5: less than 5 s on 2,048 GPUs).
 TRAINER_START = 30.0
-# Frontier (arXiv 2605.21312): 4.52 s to change between colocated, prefill and decode. The process and its weights stay.
+# Frontier (arXiv 2605.21312): 4.52 s to change between the roles colocated, prefill and decode. The process keeps
+# running and keeps its weights.
 ROLE_CHANGE = 4.52
 
 
 def switch_cost(request: ClusterRequest) -> SwitchCost:
-    """Assumed seconds of role changes for the request's model on its cluster, until role changes have been measured. A
-    starting replica also waits for its weights and optimiser state, which may have to cross the slowest network of a
-    node.
+    """Assumed seconds of role changes for the request's model on its cluster, used until a run measures them. A
+    starting replica also waits for its weights and optimiser state, which may cross the slowest network of the cluster.
     """
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
@@ -52,7 +53,7 @@ def switch_cost(request: ClusterRequest) -> SwitchCost:
 def live_refill(request: ClusterRequest) -> float:
     """Device seconds to prefill all live contexts again, on the slowest engines.
 
-    `1 + staleness` batches are live, the largest number in flight, and each context is at a random token of its
+    Counts `1 + staleness` live batches, the most that can be in flight. Each context is at a random token of its
     generation.
     """
     recipe = request.recipe
@@ -69,7 +70,9 @@ def live_refill(request: ClusterRequest) -> float:
 
 
 def machine_seconds(transition: Transition, switch: SwitchCost) -> float:
-    """Seconds of the moves on one machine. Stopping an engine is part of the following start."""
+    """Seconds that the moves take on one machine, one after another. The time to stop an engine is part of the next
+    start.
+    """
     return sum(
         switch.trainer_join if move.after.role is Role.TRAIN else switch.engine_start for move in transition.moves
     )
@@ -104,9 +107,9 @@ def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost
 class Decision:
     """The choice between the current and the proposed allocation, with the reason."""
 
-    current: Prediction | None  # corrected; None: nothing runs, or what runs cannot serve the problem
+    current: Prediction | None  # corrected; None: nothing runs, or the running allocation cannot serve the problem
     proposed: Prediction  # corrected
-    transition: Transition  # from the current allocation to the proposed one, also when it is not taken
+    transition: Transition  # from the current allocation to the proposed one, also if `taken` is false
     gain_per_step: float | None  # seconds; None: the current allocation has no price
     horizon_steps: float  # steps for which the proposed plan is expected to hold
     cost: float  # seconds of training time that the change loses
@@ -117,15 +120,15 @@ class Decision:
 
     @property
     def doubt(self) -> float:
-        """Seconds per step that the gain must exceed, from both independent errors; 0 if the current allocation has no
-        price.
+        """Seconds per step that the gain must exceed: the two independent errors, combined. 0 if the current allocation
+        has no price.
         """
         return 0.0 if self.current is None else math.hypot(self.uncertainty * self.current.step, self.price_error)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One possible outcome for the coming work."""
+    """One possible forecast of the coming work, and its probability."""
 
     problem: Problem
     weight: float  # probability
@@ -221,8 +224,8 @@ def _expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias) ->
 def _weigh(
     step: float, gain: float, horizon_steps: float, cost: float, unsure: float, price_error: float
 ) -> tuple[bool, str]:
-    """Whether a gain of `gain` seconds per step is worth its cost, and the reason. A step takes `step` seconds. The
-    error of the tracked work is `unsure` seconds per step; the error of the prices is `price_error` seconds.
+    """Return whether a gain of `gain` seconds per step is worth its cost, and the reason. A step takes `step` seconds.
+    The error of the tracked work is `unsure` seconds per step, the error of the prices `price_error` seconds per step.
     """
     if gain <= 0:
         return (

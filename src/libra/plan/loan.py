@@ -27,9 +27,9 @@ class Loan:
 
     pool: str  # the serving pool
     shape: str
-    use: float  # share of the SLO's tpot that serving is slowed down to
+    use: float  # share of the SLO's tpot to which lending may slow down serving
     engines: int  # rollout engines, each on the devices of a serving engine
-    share: float  # of the devices' time that the plan counts on, while anything is lent
+    share: float  # of the devices' time that the plan counts on while the pool lends
     away: float  # probability that nothing is lent in the coming period
 
 

@@ -25,14 +25,14 @@ class DeviceMemory:
 
     duty: str  # "training", or the shape of the engine
     used: float
-    there: float  # of the GPU
+    there: float  # memory of the GPU
     parts: tuple[tuple[str, float], ...]  # of `used`, the largest first
 
 
 def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
-    """Memory by duty: trainers first, then the engines of each shape. Lent engines are left out, since their owners
-    manage the memory. Empty for a plan for one machine. An engine uses all its allowed memory, with the remainder as KV
-    cache.
+    """Memory by duty: trainers first, then the engines of each shape. An engine uses all its allowed memory, with the
+    remainder as KV cache. Lent engines are left out, since their owners manage the memory. Empty for the plan of a run
+    on one machine.
     """
     if plan.layout is None:
         return ()
@@ -46,7 +46,7 @@ def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
 
 
 def host_bytes(plan: Plan) -> float:
-    """Bytes of optimiser state in the memory of each trainer's host; 0 where it is on the devices."""
+    """Bytes of optimiser state in the memory of each trainer's host; 0 if the state is on the devices."""
     if plan.layout is None or not plan.of_cluster.recipe.offload_optimiser:
         return 0.0
     request = plan.of_cluster

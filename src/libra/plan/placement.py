@@ -29,7 +29,7 @@ class DeviceGroup:
     bucket: int | None  # position in the allocation's buckets; None for a replica
     pool: str
     nodes: tuple[int, ...]  # counted from 0 within the pool
-    gpus: tuple[int, ...]  # of each of those nodes
+    gpus: tuple[int, ...]  # on each of these nodes
 
     @property
     def kind(self) -> tuple[bool, str]:

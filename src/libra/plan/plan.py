@@ -55,12 +55,12 @@ class Plan:
     predicted: Prediction
     proof: Proof
     max_num_seqs: tuple[int, ...]  # of each bucket's engines: sequences that decode together
-    layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
+    layout: ParallelLayout | None  # of the trainers; None if each device is a replica
     placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
     loans: tuple[Loan, ...]  # lent engines that the plan uses
     simulated: RehearsedStep | None  # None: the step is only predicted
     finalists: tuple[Finalist, ...]  # plans that were compared by simulation, this one first
-    cut_short: float | None = field(default=None, kw_only=True)  # seconds when their comparison ended undecided
+    cut_short: float | None = field(default=None, kw_only=True)  # seconds after which the comparison ended undecided
     request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT
 
@@ -140,7 +140,7 @@ def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Co
 
 
 def solver_named(solver: Solver, seed: int = 0) -> Callable[[Problem], Solution]:
-    """The solver of this name; `seed` is CP-SAT's. Raises ModuleNotFoundError without the extra `ilp`."""
+    """The solver of this name; `seed` is for CP-SAT. Raises ModuleNotFoundError without the extra `ilp`."""
     if solver == "cp-sat":
         return partial(solve, seed=seed)
     try:

@@ -79,7 +79,7 @@ class Planner:
 
 
 def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
-    """The allocation of a plan, and the pool and layout in which it trains, if any."""
+    """The allocation of a plan, and the pool and layout in which the plan trains; empty without a layout."""
     if plan is None:
         return None, ()
     pools = [group.pool for group in plan.placement if group.role == "train"]

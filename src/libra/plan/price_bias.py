@@ -23,12 +23,12 @@ from libra.plan.solution import Bottleneck, Prediction
 
 Covariance = tuple[tuple[float, ...], ...]
 BOTTLENECKS: tuple[Bottleneck, ...] = get_args(Bottleneck)
-# Assumed standard deviations of the logarithm. `prediction_error` of a run says by how much it was off.
+# Assumed standard deviations of the logarithm of a factor. `prediction_error` of a run is the measured error.
 _SHARED = 0.15  # of the part that all prices of a run have in common
 _OWN = 0.15  # of the part of each bottleneck
-_KEPT = 0.97  # correlation of a factor's logarithm from one period to the next: it forgets towards a fresh run
-_UNTRIED = 0.05  # of an allocation that did not run before, beyond that of its bottleneck
-_FIRST_PERIODS, _MOST_PERIODS = 4.0, 20.0  # weight of the assumed size of surprises, and most weight, in periods
+_KEPT = 0.97  # correlation of a factor's logarithm between successive periods; the rest returns to a fresh run
+_UNTRIED = 0.05  # additional one of an allocation that did not run before
+_FIRST_PERIODS, _MOST_PERIODS = 4.0, 20.0  # first and largest weight of the mean surprise, in periods
 _STEP_SPREAD = 0.25  # assumed relative deviation of the seconds of steps
 _SPREAD_STEPS = 4  # weight of this assumption, in measured steps
 
@@ -72,7 +72,7 @@ class PriceBias:
     covariance: Covariance
     untried: float  # further standard deviation for an allocation that did not run before
     prior: Covariance  # covariance before any measurement
-    surprise: float = 1.0  # mean square of surprises, each over its variance by the covariance, which it scales
+    surprise: float = 1.0  # mean of squared surprises, each divided by its variance; scales the covariance
     periods: float = _FIRST_PERIODS  # number of periods in this mean
 
     def factor(self, bottleneck: Bottleneck) -> float:
@@ -96,8 +96,9 @@ class PriceBias:
         return Prediction(step, seconds["rollout"], seconds["training"], seconds["latency"], bottleneck, span)
 
     def learned(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> PriceBias:
-        """The bias for the next period, after a settled one with the price `priced` and the measured seconds `found`.
-        `untried`: its allocation differs from that of the last settled period."""
+        """The bias for the next period, after a settled period with the price `priced` and the measured seconds
+        `found`. `untried`: the period's allocation differs from that of the last settled period.
+        """
         if priced.step <= 0:
             return self  # no factor makes this price equal the measurement
         bottleneck = self.corrected(priced).bottleneck

@@ -47,7 +47,8 @@ Constraints, by the names that `plan.model` (CP-SAT, ILP, bounds), `plan.explain
     no_idle_devices       = instead of <=, if requested; on a serving pool = or 0
 
 For a given T, rollout, latency and longest_context require a number of engines, need[t, f, s, i, j], if t trains and
-the first bucket has shape f (`plan.model.ranges`). Models replace the three by, with x for each pair of t and f,
+the first bucket has shape f (`plan.model.ranges`). Models replace these three constraints by two, with an x for each
+pair of t and f:
 
     enough_engines        n[s] >= sum over i, j of need[t, f, s, i, j] z[s, i, j] if x[t, f]
     no_stray_engines      n[s] = 0                                                if s has no bucket
@@ -59,18 +60,19 @@ Work. W is the work of a bucket, the largest over routers k and over rows of `wo
 
     cost = work + refresh / T + refill * min(1, max(0, D / n - 1))
 
-The last factor is the share of returns whose context a full cache has evicted, so that it is prefilled again. D, the
-same sum of kv_occupancy, is the number of engines whose caches a batch fills. The routers of running ranges are known;
-with `keep` only those count.
+The last factor is the share of returns whose context a full cache has evicted, so that it is prefilled again. D is the
+number of engines whose caches a batch fills: the same sum, of kv_occupancy. The routers of running ranges are known;
+with `keep` only known routers count.
 
 Residence. R is the longest residence among the bucket's classes that a typical step has (`expected`). Trajectories
-start in the first bucket, and the work that the router leaves there runs at the pace of its shape f. So after the first
-bucket, residence, generates and waits of class j are, for each router k and f's option that ends the last class first,
+start in the first bucket, and the work that the router leaves there runs at the pace of its shape f. So in later
+buckets, residence, generates and waits of class j are, for each router k,
 
-    recall[k, j] * (those of o) + (1 - recall[k, j]) * (those of f's option)
+    recall[k, j] * (value of o) + (1 - recall[k, j]) * (value of f's option)
 
-and R is the largest over k. In the first bucket, R also covers the longer classes, which leave it: their later part
-takes the seconds of the fastest engine without other trajectories, a lower bound.
+where f's option is the one that ends the last class first. R is the largest over k. In the first bucket, R also covers
+the longer classes, which leave it. Their later part takes the seconds of the fastest engine without other trajectories,
+a lower bound.
 
 Shared engines. If the trajectories of a step start together, the longest one of a bucket shares its engine with others
 while it generates (processor sharing); nothing slows it while its tools run. On an engine that is busy for a share u of
@@ -123,7 +125,7 @@ Family = Literal[
     "no_stray_engines",
 ]
 
-# How requests and plans are read from a file: see `libra.plan.plan`. It also holds for the values inside them.
+# Rules for reading requests and plans, and the values inside them, from a file; see `libra.plan.plan`.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -170,12 +172,12 @@ class EngineOption:
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
     residence: tuple[float, ...]  # [class] least expected seconds of its longest trajectory, tools included
-    # If batches start together: the longest trajectory of the classes up to each one. Slowed by a factor s while it
-    # generates, it takes the maximum over lines of waits + s * generates.
+    # If batches start together: seconds of the longest trajectory of all classes up to each class. If a factor s slows
+    # its generation, it takes the maximum over lines of waits + s * generates.
     generates: Lines = ()  # [line][class] seconds; a line is for the same s in all options
     waits: Lines = ()  # [line][class] seconds
     # If caches cannot hold all contexts:
-    refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
+    refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context evicted
     kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
     # For a prefill/decode pair: pool and devices of the engine that computes prompts. `pool` and `devices` generate.
     prefill: tuple[str, int] | None = None
@@ -261,7 +263,7 @@ class Problem:
     expected: tuple[bool, ...]  # [class] whether a typical step has a trajectory of it
     longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
     # Share of a class's work that reaches its own bucket; the rest stays in the first, where all trajectories start.
-    # Each row is a router; a plan must suffice for every one. Fewer are possible for ranges that already run.
+    # Each row is a router, and a plan must suffice for every row. Ranges that already run have fewer possible routers.
     recall_known: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
     recall_possible: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
     staleness: int = 0  # versions; 0 is synchronous training
@@ -270,8 +272,8 @@ class Problem:
     use_all_devices: bool = False  # no device may idle: superfluous ones generate, too
     one_bucket_per_shape: bool = False  # set where an engine's shape alone determines its bucket
     most_buckets: int | None = None  # None: the number of classes
-    current: Allocation | None = None  # the running allocation: a hint, and the tie-break
-    restriction: str = ""  # what was left out of the menu, and the remedy: named where no plan exists
+    current: Allocation | None = None  # the running allocation, which breaks ties between plans
+    restriction: str = ""  # options left out of the menu, and the remedy; named in the error if no plan exists
 
     def __post_init__(self) -> None:
         require_at_least(0, staleness=self.staleness)

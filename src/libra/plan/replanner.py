@@ -28,8 +28,8 @@ from libra.plan.site import ClusterSite, Scenario, Site
 from libra.plan.solution import Prediction
 from libra.trajectory import Trajectory
 
-# Half-life of the trajectories' weight: with a shorter one, near-equal plans alternate because of noise. After a change
-# that it detects, the tracker forgets four times as fast by itself.
+# Half-life of a trajectory's weight. With a shorter half-life, near-equal plans alternate because of noise. After the
+# tracker detects a change, it forgets four times as fast.
 REPLANNER_HALF_LIFE_STEPS = 12.0
 # Assumed relative change of lengths within a period that no trend shows yet. A plan that just keeps its step may need
 # several times as long when its longest trajectories are a tenth longer.
@@ -95,7 +95,7 @@ class Outlook:
 
     def propose(self, seed: int = 0) -> Proposal:
         """Solve for each scenario, and compare the gain of the best plan with the cost of the change. Reads only
-        immutable values; the solver takes most of the time. Raises `InfeasiblePlanError`.
+        immutable values; the solver takes most of the time. Raises `InfeasiblePlanError` if a scenario has no plan.
         """
         site = self.site
         questions = site.questions(self.scenarios)

@@ -17,7 +17,7 @@ class RehearsedStep:
     """
 
     seconds: float
-    error: float | None  # half of the 95 % interval of the mean; None: too few steps to say
+    error: float | None  # half of the 95 % interval of the mean; None: too few steps
     router: str
     steps: int
     seed: int  # of the draws
@@ -27,12 +27,12 @@ class RehearsedStep:
 class Finalist:
     """A plan that was compared with others by simulation."""
 
-    kind: str  # of plans among which it is the best, such as "one engine size"
+    kind: str  # the kind of plans of which it is the best, such as "one engine size"
     allocation: Allocation
     predicted: float  # seconds of a step
     simulated: RehearsedStep | None  # None: there was no time to simulate it
-    slower: float | None = None  # seconds of a step beyond those of the chosen plan, over the steps that both have
-    slower_error: float | None = None  # half of the 95 % interval of `slower`; None: too few steps to say
+    slower: float | None = None  # seconds by which its step is longer than the chosen plan's, over common steps
+    slower_error: float | None = None  # half of the 95 % interval of `slower`; None: too few steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class Site(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterSite:
-    """Nodes of GPUs. `running` is the plan in force; `switch` has measured role changes, if any."""
+    """Nodes of GPUs. `running` is the current plan. `switch` has measured role changes; None: assumed ones."""
 
     planner: Planner
     running: Plan | None = None
@@ -142,10 +142,10 @@ class SlotSite:
     current: Allocation | None
     profile: DeviceProfile
     max_turn_tokens: int
-    train_tokens: float  # per trajectory that go through the trainer
+    train_tokens: float  # tokens of a trajectory that go through the trainer
     router_hit: float
-    lent_engine: ShapeConfig | None = None  # on devices that serve users; None: there are none
-    lent_share: float = 1.0  # of their time
+    lent_engine: ShapeConfig | None = None  # on devices that serve users; None: no device does
+    lent_share: float = 1.0  # share of these devices' time that is lent
     classes: int = SLOT_CLASSES
 
     @property

@@ -17,16 +17,17 @@ class Prediction:
     """Predicted seconds of one optimiser step, and its bottleneck."""
 
     step: float  # the largest of the three below
-    # The busiest bucket's work for one step's trajectories, per engine, weight loads included; where the step is
-    # synchronous, the longest trajectory of a batch, too
+    # Work of each engine of the busiest bucket for one step's trajectories, weight loads included. In a synchronous
+    # step it also covers the longest trajectory of the batch.
     rollout: float
     training: float  # forward, backward, exchange, optimiser, exposed publication
-    # (longest residence + what follows it) / (1 + staleness); where synchronous, with the load instead if longer
+    # (longest residence + training and publication after it) / (1 + staleness). In a synchronous step, the load
+    # replaces a shorter residence.
     latency: float
     bottleneck: Bottleneck  # the field above that equals `step`; the first one if several do
-    # Seconds between which steps alternate, with `step` as their mean; None if they do not. They do where batches
-    # overlap, latency is the bottleneck, and the longest trajectory is its largest part: the batches that it delays end
-    # together, and start together from then on
+    # Two durations in seconds between which steps alternate, with `step` as their mean; None: steps do not alternate.
+    # They alternate if batches overlap, latency is the bottleneck, and the longest trajectory is its largest part: the
+    # batches that this trajectory delays end together, and from then on start together.
     step_range: tuple[float, float] | None = None
 
 

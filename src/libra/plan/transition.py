@@ -25,7 +25,7 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     TRAIN = "train"
     DRAINING = "draining"  # finishing what runs, taking nothing new
-    FAILED = "failed"  # its process is gone
+    FAILED = "failed"  # its process has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.group import RankGroup
 from libra.sim.engine.request import Request
-from libra.sim.events import ARRIVAL, Action, Kind
+from libra.sim.events import ARRIVAL, Action
 
 
 class SimCluster(ClusterState):
@@ -30,6 +30,9 @@ class SimCluster(ClusterState):
         collecting = gc.isenabled()
         gc.disable()  # there are no reference cycles, and looking for them would take a third of the time
         try:
+            if not self._begun:
+                self._begun = True
+                self._events.expect(self.workload.start())
             self._run()
         finally:
             if collecting:
@@ -44,13 +47,15 @@ class SimCluster(ClusterState):
 
     def _run(self) -> None:
         events, engines, deciding, watch = self._events, self.engines, self._deciding, self._watch
-        if not self._begun:
-            self._begun = True
-            events.expect(self.workload.start())
         for event in events.until(self._limit):
             if event is not None:
                 self.now, kind, _, what = event
-                self._happen(kind, what)
+                if isinstance(what, SimEngine):
+                    self._commit(what, self.now)
+                elif kind is ARRIVAL and isinstance(what, Request):
+                    self._arrive(what)
+                else:
+                    self._happen(what)
                 continue
             # No more events at this tick: engines that were touched plan their next step.
             now = self.now
@@ -76,18 +81,14 @@ class SimCluster(ClusterState):
         if self._limit is not None and events.goes_on():
             self._stop(self._limit)
 
-    def _happen(self, kind: Kind, what: SimEngine | RankGroup | Request | WeightUpdate | Action) -> None:
-        if isinstance(what, SimEngine):
-            self._commit(what, self.now)
-        elif isinstance(what, Request):
-            if kind is ARRIVAL:
-                self._arrive(what)
-            else:
-                self.frontend.cancel(what)
-        elif isinstance(what, RankGroup):
+    def _happen(self, what: RankGroup | Request | WeightUpdate | Action) -> None:
+        """Handle an event other than the end of an engine's plan and an arrival."""
+        if isinstance(what, RankGroup):
             for rank in what.land():
                 self._commit(rank, self.now)
             what.landed()
+        elif isinstance(what, Request):
+            self.frontend.cancel(what)
         elif isinstance(what, WeightUpdate):
             self.update(what)
         else:

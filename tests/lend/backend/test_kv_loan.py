@@ -27,13 +27,13 @@ SCHEDULERS = "Scheduler", "AsyncScheduler"
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
-    """`benchmarks.fidelity.vllm_schedule`: vLLM's scheduler without a model. Here it has KV memory: a page a block."""
+    """vLLM's scheduler without a model. Here it has KV memory: a page a block."""
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
     with pytest.MonkeyPatch.context() as monkeypatch, patch.dict(os.environ):  # importing vLLM sets LD_PRELOAD and more
         monkeypatch.syspath_prepend(Path(__file__).parents[3])
         import torch
 
-        from benchmarks.fidelity import vllm_schedule
+        from tests.oracles.fidelity import vllm_schedule
 
         class WithMemory:
             def __init__(self, *, vllm_config: Any, kv_cache_config: Any, **others: Any) -> None:
@@ -176,9 +176,9 @@ def test_serving_is_scheduled_as_if_nothing_were_lent(
 ) -> None:
     """Whatever rollout asks for and holds: no request is preempted, refused or put off that would not be without it.
     With a prefix cache less may be found in it, as rollout has had the memory; then each request is still served."""
-    from benchmarks.fidelity.clocked import vllm_schedule
-    from benchmarks.fidelity.random_workloads import random_case
     from libra.lend.backend.kv_loan import CededKV
+    from tests.oracles.fidelity.clocked import vllm_schedule
+    from tests.oracles.fidelity.random_workloads import random_case
 
     serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
     seen = dict.fromkeys(("ceded", "taken back", "preempted"), 0)

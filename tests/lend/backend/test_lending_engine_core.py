@@ -81,8 +81,8 @@ def test_the_token_is_held_until_the_last_output_has_come(
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
     with patch.dict("os.environ"):
         monkeypatch.syspath_prepend(Path(__file__).parents[3])
-        from benchmarks.fidelity import vllm_schedule
         from libra.lend.backend.scheduler import DEVICE, AsynchronousLending, SynchronousLending
+        from tests.oracles.fidelity import vllm_schedule
 
     config = EngineConfig(512, 64, 16, max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=asynchronous)
     engine = vllm_schedule.VllmEngine(config)

@@ -20,11 +20,11 @@ REQUESTS = [Request(number, 0, 20 + 30 * number, 40) for number in range(4)]
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`benchmarks.fidelity.vllm_schedule`: vLLM's scheduler without a model."""
+    """vLLM's scheduler without a model."""
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
     with patch.dict("os.environ"):
         monkeypatch.syspath_prepend(Path(__file__).parents[3])
-        from benchmarks.fidelity import vllm_schedule
+        from tests.oracles.fidelity import vllm_schedule
     return vllm_schedule
 
 
@@ -41,7 +41,7 @@ def lending_engine(vllm: Any, config: EngineConfig, device: Path, monkeypatch: p
 def test_the_device_passes_on_between_steps_and_the_schedule_is_the_same(
     vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    from benchmarks.fidelity.clocked import vllm_schedule
+    from tests.oracles.fidelity.clocked import vllm_schedule
 
     config = EngineConfig(512, 64, 16, max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=asynchronous)
     alone = vllm_schedule(config, REQUESTS)

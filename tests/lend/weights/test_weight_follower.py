@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.weights.slow_link import slow_link
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.grid import Grid
@@ -23,6 +22,7 @@ from libra.lend.weights.follower import FollowerPlace, FollowerWord, FollowWeigh
 from libra.lend.weights.node import Address, LinkPatience, served
 from libra.lend.weights.publisher import PublishWeights
 from libra.lend.weights.source import Source
+from tests.fakes.slow_link import slow_link
 
 GRID = Grid(200_000, "bfloat16", 8192)
 RATE, DELAY = 2e6, 0.01  # the weights take a tenth of a second

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rollout_price import TABLE, Sample, fit, price_case, write_table
-from benchmarks.rollout_price_cases import (
+from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
+from tests.oracles.random_clusters import (
     FITTED,
     TESTED,
     Case,
@@ -20,7 +21,6 @@ from benchmarks.rollout_price_cases import (
     roll_out,
     simulate_steps,
 )
-from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 
 SEEDS = [("proof", 1000), ("terminal", 1000), ("blend", 1000)]
 

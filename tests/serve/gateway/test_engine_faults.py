@@ -30,9 +30,28 @@ async def test_a_dead_engine_that_answers_at_once_is_out_after_one_turn() -> Non
         assert await statuses(stage, 8) == [200] * 8
         while stage.engine("f0").healthy:
             assert await statuses(stage, 1) == [200]
-        while stage.engine("f0").problem is None:  # its turns may have put it out before its health did
+        # Its turns may have put it out before its health did.
+        while stage.engine("f0").problem != "/health answers with status 503":
             await asyncio.sleep(0.005)
-        assert stage.engine("f0").problem == "/health answers with status 503" and "gone f0" in stage.policy.calls
+        assert "gone f0" in stage.policy.calls
+
+
+async def test_an_engine_that_leaves_service_and_comes_back_is_logged_once_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engines = [FieldEngine(health=503), FieldEngine()]
+    async with staged(engines=0, fields=engines) as stage, asyncio.timeout(10):
+        for engine, health in ((engines[1], 503), (engines[0], 200), (engines[1], 200)):
+            name, engine.health = f"f{engines.index(engine)}", health
+            stage.engine(name).look.set()
+            while stage.engine(name).healthy != (health == 200):
+                await asyncio.sleep(0.005)
+    assert [record.getMessage() for record in caplog.records if record.name == upstreams.__name__] == [
+        "engine f0 is out of service: /health answers with status 503",
+        "engine f1 is out of service: /health answers with status 503",
+        "engine f0 is in service",
+        "engine f1 is in service",
+    ]
 
 
 async def test_an_engine_that_fails_what_others_serve_rests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +66,7 @@ async def test_an_engine_that_fails_what_others_serve_rests(monkeypatch: pytest.
 
         assert await statuses(stage, 20) == [200] * 20
         assert engines[0].turns() == 3 and not stage.engine("f0").healthy  # /health answers 200 all the time
+        assert stage.engine("f0").problem == "it failed 3 turns in sequence that other engines served"
         await rested()
         assert await statuses(stage, 5) == [200] * 5 and engines[0].turns() == 4  # one is enough after its rest
         engines[0].status = 200

@@ -31,7 +31,10 @@ def test_the_least_loaded_engines_are_known_after_any_change(steps: list[tuple[s
         elif engine is not None and kind == "load":
             engine.load_tokens = amount
         elif engine is not None and kind == "mark":
-            upstreams.mark(engine, healthy=amount % 2 == 0)
+            if amount % 2:
+                upstreams.mark_lost(engine, "it is silent")
+            else:
+                upstreams.mark_healthy(engine)
         elif engine is not None and kind == "leave":
             upstreams.leave(engine)
         fleet = upstreams.fleet(10)
@@ -50,7 +53,7 @@ def test_a_turn_avoids_engines_that_refused_it() -> None:
     upstreams = Upstreams([section(number) for number in range(4)], LIMITS)
     engines = list(upstreams.all.values())
     for engine in engines:
-        upstreams.mark(engine, healthy=True)
+        upstreams.mark_healthy(engine)
     left = upstreams.fleet(10, without=engines[:3])
     assert list(left.instances) == engines[3:] and left.limits == LIMITS and left.turn_tokens == 10
     assert list(upstreams.fleet(10).instances) == engines

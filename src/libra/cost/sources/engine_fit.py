@@ -25,11 +25,11 @@ from libra.cost.kernels import KernelTerms
 from libra.cost.lines import least_squares
 
 _TRUSTED = 0.2  # relative standard deviation of a constant before anything is measured
-_ROUTING, _KNOWN = 0.5, 1e-6  # of linear layers of a mixture of experts, and of a dense model's decodes
-_NOISE, _FORM = 0.15, 0.05  # relative: of one measured iteration, of the form of the price
-_OUTLIER = 3.0  # standard deviations beyond which an iteration counts less: a warm-up is no price
+_ROUTING, _KNOWN = 0.5, 1e-6  # the same: linear layers of a mixture of experts, decodes of a dense model
+_NOISE, _FORM = 0.15, 0.05  # relative standard deviations: one measured iteration, form of the price
+_OUTLIER = 3.0  # standard deviations beyond which an iteration, such as a warm-up, counts less
 _TURNS = 40
-_BEGINNINGS = (1.0, 0.6, 1.6)  # starting values of launching, over its first guess
+_BEGINNINGS = (1.0, 0.6, 1.6)  # starting values of launch times, relative to their first guess
 _FOLDS = 10
 
 
@@ -38,10 +38,10 @@ class MeasuredIteration:
     """One iteration, or the mean of several equal ones. Lengths are tokens."""
 
     decodes: int
-    context: int  # sum over those that decode
+    context: int  # sum over decoding requests
     chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens before them) of each request in prefill
-    admitted: tuple[int, int, int]  # requests, tokens of their contexts, cached ones among these
-    shared: int  # tokens of the decoding contexts that another of them has in the same blocks
+    admitted: tuple[int, int, int]  # requests, tokens of their contexts, cached tokens among these
+    shared: int  # tokens of decoding contexts that another decoding request has in the same blocks
     seconds: float
     times: int = 1  # number of measurements
 
@@ -55,7 +55,7 @@ class EngineFit:
     host: HostCost
     terms: KernelTerms
     error: float  # mean of the absolute relative errors
-    heldout_error: float  # of iterations left out, a tenth at a time
+    heldout_error: float  # the same for iterations left out of the fit, a tenth at a time
 
 
 def fit_engine(
@@ -133,7 +133,7 @@ class _Parts:
         self.linear, self.longest, self.fixed = np.zeros(rows), np.zeros(rows), np.zeros(rows)
         self.alone = np.zeros(rows)  # of a batch that only decodes, without its context
         self.trusted = np.full(10, _TRUSTED)
-        self.shared = np.zeros(rows)  # seconds that the shared tokens would take if they were not
+        self.shared = np.zeros(rows)  # seconds of the shared tokens if no block were shared
         self.graph = np.array([bool(sizes) and it.tokens <= sizes[-1] for it in iterations])
         self.prefill = np.array([bool(it.chunks) for it in iterations])
         for row, it in enumerate(iterations):

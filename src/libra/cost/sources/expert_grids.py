@@ -64,7 +64,7 @@ def expert_grid(
         try:
             exchange = exchange_tables(gpu, model, way, gpus, _AXIS)
         except NoTablesError:
-            pass  # they have one shape only; the source says what it is
+            pass  # the tables have one shape only; other exchanges are modelled, and the source says so
     far = gpus > fabric.gpus
     if exchange is None:
         size, active = ACTIVATION_BYTES * model.experts.width(model.hidden), model.experts.active

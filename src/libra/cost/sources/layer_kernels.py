@@ -29,14 +29,15 @@ from libra.hardware.mlp import MLP
 from libra.hardware.model import ModelSpec
 from libra.hardware.stored_weights import MATRIX_KINDS
 
-PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: a link that is not faster is no NVLink
+PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction; only NVLink is faster
 
 
 def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) -> Array:
     """Ring all-reduce of `size` bytes: a GPU moves 2 * (tp - 1) / tp of them (Patarasuk and Yuan 2009); 0 at tp 1.
 
     Over PCIe, more than two GPUs communicate through the CPUs. On L40S, the bus bandwidth is 19 GB/s for two GPUs, 3.7
-    for four and 1.9 for eight (tables of aiconfigurator-core 0.12): for four or more, about 0.8 / tp of the first.
+    for four and 1.9 for eight (tables of aiconfigurator-core 0.12). So four or more GPUs reach about 0.8 / tp of the
+    bandwidth of two.
     """
     moved = 2 * (tp - 1) / tp * np.asarray(size, dtype=float)
     met = 0.8 / tp if tp > 2 and link <= PCIE else 1.0
@@ -185,7 +186,7 @@ class LayerKernels:
         size = ACTIVATION_BYTES * tokens * self.model.hidden
         if self.fabric is None or self.tp <= self.fabric.gpus:
             return all_reduce_seconds(self.reached, self.link, self.tp, size)
-        # Each device then brings its part of the node's sum to the other nodes.
+        # Each device then exchanges its part of the node's sum with other nodes.
         gpus = self.fabric.gpus
         inside = all_reduce_seconds(self.reached, self.link, gpus, size)
         return inside + transfer.all_reduce_seconds(size / gpus, Group(self.tp // gpus, gpus), self.fabric)
@@ -281,8 +282,8 @@ class LayerKernels:
         return up + self.pass_over((wide + 1) * tokens * share) + down
 
     def _experts(self, tokens: Array) -> Array:
-        """Grouped products that read each used expert once, between a gather of the tokens by expert and their weighted
-        sum, which every GPU computes in full. Uniform routing is assumed.
+        """The MLP of one layer with experts. Tokens are gathered by expert, grouped products read each used expert
+        once, and the outputs are summed by weight. Every GPU gathers and sums all tokens. Uniform routing is assumed.
         """
         experts = self.model.experts
         assert experts is not None

@@ -35,7 +35,7 @@ from libra.hardware.attention import Attention
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 
-_LEAST_SHARE = 0.05  # of the data sheet, which GPUs reach in matrix products and CPUs do not
+_LEAST_SHARE = 0.05  # of the data sheet's FLOP/s: GPUs exceed it in matrix products, CPUs do not
 
 
 def engine_profiles(
@@ -48,7 +48,8 @@ def engine_profiles(
 ) -> tuple[EngineProfile, ...]:
     """One profile for each class of nodes, in their order.
 
-    `host` is added to the kernels: `none`, `default`, or a file of a fit to measurements (`save_fit`).
+    `host` is added to the kernels: `none`, a named host (`default` or `fast`), or a file of a fit to measurements
+    (`save_fit`).
 
     `source` is `tables` (aiconfigurator-core), `roofline`, the calibration file of a GPU, or `auto`: tables if they are
     installed and have the GPU and model, otherwise the roofline, with the reason as a `note`. Raises `ConfigError` if
@@ -156,7 +157,7 @@ def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str
         words = (rf"\b{re.escape(word)}\b" for word in name.split("-"))
         return all(re.search(word, calibration.device, re.IGNORECASE) for word in words)
 
-    known = max(filter(named, GPUS), key=len, default=None)  # the longest name says most
+    known = max(filter(named, GPUS), key=len, default=None)  # the longest name is the most specific
     same = known == gpu.name if gpu.name in GPUS else named(gpu.name)
     if not same and gpu.name not in GPUS and known is None:
         same = _LEAST_SHARE * gpu.flops <= calibration.linear_flops.median <= gpu.flops
@@ -191,12 +192,12 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
         try:
             return load_grid(cached)
         except ConfigError:
-            cached.unlink(missing_ok=True)  # another process may have seen it, too
+            cached.unlink(missing_ok=True)  # another process may have removed it
     found = _known_degrees(nodes, model, quantization, degrees)
     try:
         save_grid(cached, found)
     except OSError:
-        pass  # a cache that cannot be written costs time, nothing else
+        pass  # without a cache, the next run makes the grid again
     return found
 
 
@@ -210,7 +211,9 @@ def _code() -> str:
 def _known_degrees(
     nodes: NodeClass, model: ModelSpec, quantization: Quantization, degrees: Sequence[int]
 ) -> EngineProfile:
-    """The degrees for which the tables have kernels; raises the last `NoTablesError` if there are none."""
+    """The profile of the degrees for which the tables have kernels. Raises the last `NoTablesError` if no degree has
+    kernels.
+    """
     known: list[EngineProfile] = []
     missing: NoTablesError | None = None
     for tp in degrees:

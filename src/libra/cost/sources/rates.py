@@ -23,7 +23,7 @@ from libra.hardware.gpus import record_of
 class Rates(KernelRates):
     """Rates that kernels reach, including all-reduces."""
 
-    link_share: float  # bus bandwidth of an all-reduce of two, over the link's bandwidth in one direction
+    link_share: float  # bus bandwidth of an all-reduce of two GPUs, over the link's bandwidth in one direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Measured:
 class Calibration:
     """Measured rates of one device, from `libra.backends.calibration`."""
 
-    device: str  # as its driver calls it
+    device: str  # the driver's name
     torch: str  # version
     date: str  # ISO 8601
     dtype: str
@@ -97,10 +97,10 @@ class TrainingRates:
     experts: float  # FLOP/s of grouped expert layers
     bandwidth: float  # bytes/s of device memory
     source: str
-    head: float | None = None  # FLOP/s of the language-model head, where it is not in the type of the layers
-    casts: float = 0.0  # bytes moved for each number that is cast before a product of experts; `linear` has its casts
-    passes: float = 0.0  # over a layer's activations in its forward, besides its products; 0: `linear` has them
-    # Rates of fused kernels, which do the same with fewer passes: layers and head take at least as long as by them.
+    head: float | None = None  # FLOP/s of the language-model head, if its type is not that of the layers
+    casts: float = 0.0  # bytes moved to cast each input number of experts; `linear` includes its own casts
+    passes: float = 0.0  # over a layer's activations in a forward, besides products; 0: part of `linear`
+    # Rates of fused kernels, which need fewer passes. Layers and head take at least as long as at these rates.
     fused: TrainingRates | None = None
 
     def __post_init__(self) -> None:
@@ -112,24 +112,25 @@ class TrainingRates:
                 raise ValueError(f"{field} is {getattr(self, field):g}; it is at most linear, {self.linear:g}")
 
 
-# Rate of grouped expert layers over that of dense ones, without the exchange of tokens, which is priced by itself.
-# Whole steps of NeMo AutoModel in bf16 on H100 (docs/performance-summary.mdx) give it: seconds of a step = others +
-# FLOPs of routed experts / (share * ceiling). Its gate sends a token to neighbouring experts: little is exchanged.
-# Fitted to Qwen3-30B-A3B on 8 (12,040 tokens/s a GPU) and DeepSeek-V3 on 1,024 (865); DeepSeek-V3 on 256 and Kimi-K2,
-# which were not fitted to, are -10 % and +9 % (`python -m benchmarks.public`); the sweep showed all four.
+# Rate of grouped expert layers over that of dense layers, without the exchange of tokens, which has its own price.
+# Source: whole steps of NeMo AutoModel in bf16 on H100 (docs/performance-summary.mdx), by seconds of a step = others +
+# FLOPs of routed experts / (share * ceiling). Its gate sends a token to neighbouring experts, so little is exchanged.
+# Fitted to Qwen3-30B-A3B on 8 GPUs (12,040 tokens/s a GPU) and DeepSeek-V3 on 1,024 (865). DeepSeek-V3 on 256 and
+# Kimi-K2 are not part of the fit: -10 % and +9 % (`python -m benchmarks.public`). The sweep showed all four.
 _EXPERTS = 0.7
 _EAGER_EXPERTS = 0.4  # assumed: eager modules compute one expert after the other
-# Bytes that one scale a tensor moves for each input of a product (Transformer Engine): 2 read for the largest, 2 read
-# for the cast, one written in each of two orientations. Layers of dense models have it in the published rate; it weighs
-# more where experts are narrow.
+# Bytes moved to cast one input number of a product, with one scale per tensor (Transformer Engine): 2 read to find the
+# largest number, 2 read for the cast, one written in each of two orientations. The published rate of dense models
+# includes them; narrow experts spend a larger share on them.
 _CAST = 6.0
-_MEMORY = 0.8  # of the data sheet's bandwidth: measured with linear layers, A100 1.6 of 2.04 TB/s; H100 a little more
+_MEMORY = 0.8  # of the data sheet's bandwidth, measured with linear layers: A100 1.6 of 2.04 TB/s, H100 a little more
 
 
-# Plain PyTorch 2.11 with Transformers' modules on an H100, forward and backward of Qwen3-1.7B (fp32 under autocast) and
-# 4B (bf16), 512 to 32,768 tokens: three constants fitted to 13 steps with 2 % mean error, products, attention (SDPA;
-# FlashAttention-3 on Hopper, 570 to 610 TFLOP/s) and passes over activations. So narrow layers train slower: at 2,048
-# wide 260 TFLOP/s are left of 600, at 2,560 in bf16 360. Memory as fused AdamW moves it, 1.9 to 2.2 TB/s.
+# Source: plain PyTorch 2.11 with Transformers' modules on an H100, forward and backward of Qwen3-1.7B (fp32 under
+# autocast) and 4B (bf16), 512 to 32,768 tokens. Three constants are fitted to 13 steps with 2 % mean error: products,
+# attention (SDPA; FlashAttention-3 on Hopper, 570 to 610 TFLOP/s) and passes over activations. So narrow layers train
+# slower: of 600 TFLOP/s, 260 remain at a width of 2,048, and 360 at 2,560 in bf16. Bandwidth is that of fused AdamW,
+# 1.9 to 2.2 TB/s.
 _EAGER, _EAGER_MEMORY, _PASSES = 0.61, 0.61, 4.57
 
 

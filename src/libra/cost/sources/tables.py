@@ -118,8 +118,8 @@ def stage_tables(
     )
 
 
-# Operators of an iteration that are not part of the layers of attention ranks. Links are charged for dispatch, but
-# the dispatch before the experts is the tables' name for the all-reduce of attention.
+# Operators of an iteration that are not part of the layers of attention ranks. The price of links includes dispatch.
+# The tables' dispatch before the experts stays: it is their name for the all-reduce of attention.
 _HEAD = ("embedding", "logits_gemm")
 _EXPERTS = ("moe",)
 _ELSEWHERE = (*_HEAD, *_EXPERTS, "moe_post_dispatch")
@@ -177,8 +177,8 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
     modes = table_modes(gpu, quantization, model)
     if modes.get("moe_quant_mode") == "fp8_block" and model.experts and model.experts.intermediate % (tp * _BLOCK):
         raise NoTablesError(
-            f"the tables for {gpu.name} have experts of fp8 in blocks of {_BLOCK}, and {model.name} has"
-            f" {model.experts.intermediate} / {tp}: leave tp {tp} out"
+            f"the tables for {gpu.name} have experts of fp8 in blocks of {_BLOCK}, and the width in {model.name},"
+            f" {model.experts.intermediate} / {tp}, is no multiple: leave tp {tp} out"
         )
     with tempfile.TemporaryDirectory() as folder, quietly():
         (Path(folder) / "config.json").write_text(json.dumps(_configuration(model)), encoding="utf-8")
@@ -197,8 +197,9 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
 
 # The tables' names of quantised weights. KV has 16 bits or is fp8 there.
 _WEIGHTS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
-# Their fp8 experts are those of ModelOpt, whose activations have fixed scales: on Hopper FlashInfer's kernels, twice as
-# slow as bf16. vLLM's `fp8` scales as it goes, and runs Triton's there, as with fp8 in blocks, which the tables have.
+# The tables' fp8 experts are those of ModelOpt, whose activations have fixed scales. On Hopper they run FlashInfer's
+# kernels, twice as slow as bf16. vLLM's `fp8` has dynamic scales and runs Triton's kernels on Hopper, as with fp8 in
+# blocks, which the tables have.
 _BLOCK = 128
 
 
@@ -227,8 +228,8 @@ def _sampled(engine: Any) -> tuple[Array, Array]:
     decode = [[engine.predict_decode_latency(batch, context, 2) for context in CONTEXTS] for batch in BATCHES]
     prefill = [[engine.predict_prefill_latency(1, prefix + chunk, prefix) for prefix in PREFIXES] for chunk in CHUNKS]
     seconds = np.array(decode) / 1e3
-    # Times are extrapolated beyond the last point. Measured times decrease here and there, so raise those without
-    # context, which must not.
+    # Measured times decrease in places. Times without context must not, since times beyond the last point are
+    # extrapolated from them, so raise the last row.
     first, second = CONTEXTS[:2]
     alone = seconds[:, 0] - (seconds[:, 1] - seconds[:, 0]) * first / (second - first)
     seconds[-1] += max(0.0, alone[-2] - alone[-1])

@@ -1,7 +1,7 @@
-"""Comparison of a team's own split of its GPUs with a plan: its step, and the side that waits.
+"""Comparison of a plan with a team's own split of its GPUs: the step of each, and the side that waits.
 
-Invariant: engines and layouts are the best for the split's two numbers, and priced like the plan. So only the split
-causes a difference.
+Invariant: the split gets the best engines and layout for its two numbers, and is priced like the plan. So only the
+split causes a difference.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ class SplitStep:
     step: float  # seconds, predicted
     bottleneck: Bottleneck
     trainers_wait: float
-    engines_wait: float  # of the busiest bucket's engines; of others it is longer
+    engines_wait: float  # of the busiest bucket's engines; other engines wait longer
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """The best step of a split, and the plan's."""
+    """The best step of a split, and the step of the plan."""
 
     split: SplitStep
     plan: SplitStep
-    idle: int  # GPUs of the split for generation that no engine fills
+    idle: int  # GPUs that the split assigns to generation and no engine uses
 
     @property
     def longer(self) -> float:
-        """Excess of the split's step over the plan's, as a share of the plan's."""
+        """Share of the plan's step by which the split's step is longer."""
         return self.split.step / self.plan.step - 1
 
 
 def parse_split(text: str) -> OwnSplit:
-    """`train=64,generate=192`. Raises `ConfigError`."""
+    """Parse text such as `train=64,generate=192`. Raises `ConfigError` unless both counts are positive whole
+    numbers.
+    """
     given = dict(part.strip().partition("=")[::2] for part in text.split(","))
     if given.keys() != set(_KEYS) or not all(count.isdecimal() and 0 < int(count) < 10**9 for count in given.values()):
         raise ConfigError(f"--against {text}: give GPUs of both sides, such as train=64,generate=192")
@@ -65,10 +67,12 @@ def parse_split(text: str) -> OwnSplit:
 
 
 def against(plan: Plan, own: OwnSplit) -> Against:
-    """The best plan for the request on `own.train` + `own.generate` GPUs with this split, compared with the plan.
+    """Compare the plan with the best plan for its request that trains on `own.train` GPUs and generates on
+    `own.generate`.
 
-    Raises `ConfigError` if the GPUs are not whole nodes or no layout trains on `own.train` GPUs; ValueError for the
-    plan of a run on one machine; `InfeasiblePlanError` if no engine can hold the longest context.
+    Raises `ConfigError` for a colocated plan, for GPUs that are not whole nodes, and if no layout trains on `own.train`
+    GPUs; ValueError for the plan of a run on one machine; `InfeasiblePlanError` if no engine can hold the longest
+    context.
     """
     request = plan.of_cluster
     if request.recipe.mode == "colocated":

@@ -24,17 +24,18 @@ class Alternative:
     what: str
     problem: Problem
     relaxes: Family | None = None  # None: it forbids a decision
-    node_of: str | None = None  # the pool, if it has one more node
+    node_of: str | None = None  # the pool that has one more node
 
 
 def relaxations(
     problem: Problem, larger: Mapping[str, Problem], staler: Problem | None = None
 ) -> Iterator[Alternative]:
-    """Every constraint that can be relaxed, by one unit or, without a unit, completely.
+    """Yield a problem for each constraint that can be relaxed: by one unit, or completely if the constraint has no
+    unit.
 
     `larger[pool]` is the problem priced again with one more node in the pool. For other pools, the node is added to the
     same menu, so larger training layouts are missing. `staler` is the problem priced again with one more version of
-    staleness. Without it the menu is unchanged, although more trajectories are then in flight.
+    staleness. Without `staler` the menu is unchanged, although one more version puts more trajectories in flight.
     """
     for pool in problem.pools:
         pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
@@ -69,7 +70,7 @@ def relaxations(
 
 
 def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Alternative]:
-    """Problems that each forbid one decision of an allocation that fits."""
+    """Yield problems that each forbid one decision of `allocation`, which fits the problem."""
     option = own_training(problem, allocation)
     others = tuple(other for other in problem.training if other != option)
     yield Alternative("train on other devices or in another layout", replace(problem, training=others))
@@ -105,8 +106,9 @@ def _holding(problem: Problem, at_least: int) -> Problem:
 
 
 def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST_SPLITS) -> tuple[Split, ...]:
-    """Splits by pool and training devices, without splits that leave no engine for the longest context. If there are
-    more than `most`, evenly spread splits, with both ends and the plan's `own`.
+    """One split for each pool and number of training devices, except splits that leave no engine for the longest
+    context. Of more than `most` splits, keeps evenly spread ones, both ends, and the split of the plan's training
+    option `own`.
     """
     found = []
     for option in _spread(_fastest(problem), most, own):
@@ -122,7 +124,8 @@ def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST
 
 
 def _generation(problem: Problem, option: TrainingOption) -> float:
-    # No step is shorter than its share of what follows generation, so these seconds bound nothing.
+    # No step is shorter than its share of the seconds that follow generation. Training that takes only this share never
+    # bounds the step.
     fixed = option.after_rollout + option.publish
     floor = fixed / (1 + problem.staleness)
     unbound = replace(option, seconds=floor, publish=fixed - floor, tail=None)

@@ -34,11 +34,12 @@ from libra.plan.solution import Solution
 
 RUNNERS_UP = 3
 
-_DIFFERS = re.compile(r"[^\s,]*[\d*-][^\s,]*(?: [^\s,]*[\d*-][^\s,]*)*")  # numbers, and words of layouts
+_DIFFERS = re.compile(r"[^\s,]*[\d*-][^\s,]*(?: [^\s,]*[\d*-][^\s,]*)*")  # numbers and layouts
 
 
 def explain_plan(plan: Plan) -> Explanation:
-    """The bottleneck of a plan, the next best plans, binding constraints, and the gain of one more node of each class.
+    """Explain a plan: its bottleneck, the next best plans, binding constraints, and the gain of one more node of each
+    class.
 
     Everything follows from the plan's request. Raises ValueError if the plan does not answer its request.
     """
@@ -61,7 +62,7 @@ def explain_plan(plan: Plan) -> Explanation:
 
 
 def bound_and_pools(plan: Plan) -> tuple[Bound, tuple[PoolView, ...]]:
-    """The parts of the plan's step, and the use of devices, without solving anything."""
+    """The parts of the plan's step, and the use of its devices, computed without a solver."""
     menu = plan.request.menu()
     return bound_of(menu.problem, plan.allocation), pool_views(menu.problem, plan.allocation, menu.rejected)
 
@@ -81,8 +82,8 @@ def explain(
 
     `larger[pool]` is the problem priced again with one more node in the pool; without it the node is added to the same
     menu, so larger training layouts are missing. `staler` is the problem priced again with one more version of
-    staleness; without it prices are unchanged. `fewer_nodes` and `smallest` need prices of other clusters; `lenders`
-    needs the menu. Raises ValueError if the solution's allocation does not fit the problem.
+    staleness; without it prices are unchanged. `fewer_nodes` and `smallest` come from the prices of other clusters, and
+    `lenders` from the menu. Raises ValueError if the solution's allocation does not fit the problem.
     """
     allocation, step = solution.allocation, price(problem, solution.allocation).step
 

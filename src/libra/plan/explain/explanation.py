@@ -20,8 +20,8 @@ class Bound:
 
     by: Bottleneck
     parts: tuple[tuple[StepPart, float], ...]  # seconds that add up to the step, the largest first
-    batches: int  # 1 + staleness, by which the parts of a sum are divided
-    slack: float  # share by which the step could be shorter before something else bounds it
+    batches: int  # in flight, 1 + staleness; the parts of a latency are already divided by this number
+    slack: float  # share of the step that could be saved before another bottleneck bounds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class BucketView:
     shape: str
     pool: str
     engines: int
-    devices: int  # of all its engines
+    devices: int  # of all engines of the bucket
     max_num_seqs: int  # sequences that decode together in one engine, at most
     above: int
     up_to: int
     load: float  # seconds that each engine works for one step
     residence: float  # seconds of its longest trajectory
-    latency: float  # seconds of a step in which its longest trajectory is just not too stale; see `plan.problem`
-    share: float  # the larger of load and latency, of the step
+    latency: float  # shortest step in seconds that its longest trajectory allows; see `plan.problem`
+    share: float  # the larger of load and latency, as a share of the step
 
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The use of the devices of one pool. Colocated devices generate and train in turn; `idle` counts devices that are
-    idle in one of the phases.
+    """The use of the devices of one pool. Colocated devices generate and train in turn; `idle` then counts devices that
+    are idle in at least one phase.
     """
 
     name: str
@@ -72,7 +72,7 @@ class PlanView:
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """The best plan with one decision forbidden; None if no other decision allows a plan."""
+    """The best plan with one decision forbidden. `plan` is None if every plan makes this decision."""
 
     decision: str
     plan: PlanView | None
@@ -85,7 +85,7 @@ class Relief:
     """
 
     change: str
-    family: Family | None  # of constraints, see `libra.plan.problem`
+    family: Family | None  # of the constraint; see `libra.plan.problem`
     node_of: str | None  # the pool, if the change is one more node
     step: float
     seconds: float  # by which the step gets shorter
@@ -105,7 +105,7 @@ class SmallerCluster:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Seconds of a step with the given router, and with a perfect router, which routes all work to its own bucket."""
+    """Seconds of a step with the given router, and with a perfect router, which sends all work to its own bucket."""
 
     step: float
     same_plan: float  # of the explained plan, with a perfect router
@@ -160,11 +160,11 @@ class Explanation:
     bound: Bound
     buckets: tuple[BucketView, ...]
     pools: tuple[PoolView, ...]
-    runners_up: tuple[PlanView, ...]  # best first; fewer than three where there are no more plans
+    runners_up: tuple[PlanView, ...]  # best first; fewer than three if the problem has fewer plans
     otherwise: tuple[Otherwise, ...]
     reliefs: tuple[Relief, ...]  # largest gain first
     fewer_nodes: tuple[SmallerCluster, ...]  # one node less of each class
-    smallest: SmallerCluster | None  # with the same step; None where no node can be given back
+    smallest: SmallerCluster | None  # with the same step; None if every node is needed
     routing: Routing
     splits: tuple[Split, ...]  # by pool and devices that train
     rejected: tuple[RejectedKind, ...]  # the commonest kind first

@@ -11,12 +11,12 @@ from libra.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class FrameworkCost:
-    """The restriction of a framework, and predicted seconds of a step under it and without it."""
+    """The restriction of a framework, and the predicted seconds of a step with and without the restriction."""
 
     framework: str
-    restriction: str  # in words; empty where nothing is left out
+    restriction: str  # in words; empty if the framework allows the whole menu
     router: str
-    step: float  # the shortest predicted one of the plans that were compared
+    step: float  # shortest predicted step of the compared plans
     free: float  # of the best plan without the framework, under `free_router`
     free_router: str
 
@@ -27,8 +27,9 @@ class FrameworkCost:
 
 
 def framework_cost(plan: Plan) -> FrameworkCost | None:
-    """The cost of the plan's framework, by solving its request once more without it; None if the request names no
-    framework."""
+    """Find the cost of the plan's framework by solving the request again without the framework. None if the request
+    names no framework.
+    """
     if plan.request.kind != "cluster" or plan.request.recipe.framework is None:
         return None
     request, recipe = plan.request, plan.request.recipe.without_framework()

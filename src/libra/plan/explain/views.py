@@ -1,8 +1,8 @@
-"""Views of an allocation without a solver: the parts of its step, the work of each bucket and pool, and reasons for
-idle devices.
+"""Views of an allocation, computed without a solver: the parts of its step, the work of each bucket and pool, and
+reasons for idle devices.
 
-Invariant: a reason for idle devices holds for every engine of the pool. It names the obstacle to serving any class
-within the plan's step, or says that more engines would not shorten the step.
+Invariant: a reason for idle devices holds for every engine of the pool. The reason names the obstacle to serving any
+class within the plan's step, or says that more engines would not shorten the step.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
 
 
 def _in_turns(devices: int, training: int, generating: int, layout: str, why: str) -> str:
-    """Text about devices that are idle in one phase of a colocated step; `why` is the reason why they do not
+    """Text about devices that are idle in one phase of a colocated step. `why` is the reason why idle devices do not
     generate.
     """
     phases = []

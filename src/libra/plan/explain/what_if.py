@@ -62,7 +62,7 @@ def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tupl
         return cluster, recipe
     kept = {name: getattr(recipe, name) for name in recipe.model_fields_set}
     if "mode" in changes:
-        kept.pop("staleness", None)  # each mode has its own; `staleness=N` may be assumed as well
+        kept.pop("staleness", None)  # each mode has its own default, unless `staleness=N` is assumed as well
     try:
         return cluster, Recipe(**{**kept, **changes})
     except ValidationError as error:
@@ -87,7 +87,7 @@ def _value(text: str) -> Any:
 
 
 def held_fixed(before: Recipe, after: Recipe) -> str:
-    """A note on settings of the plan that a new plan from the log would change; empty if there are none."""
+    """A note on settings of the plan that a new plan from the log would change; empty if there is no such setting."""
     if before.batch == after.batch:
         return ""
     return (
@@ -97,8 +97,11 @@ def held_fixed(before: Recipe, after: Recipe) -> str:
 
 
 def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
-    """The plan for another number of nodes or another recipe, with the rest unchanged; groups stay where possible.
-    Raises ValueError for the plan of a run on one machine, or if the cluster has a class of nodes without a profile."""
+    """Plan the request again for another cluster or recipe. Groups keep their places where possible.
+
+    Raises ValueError for the plan of a run on one machine, for a class of nodes without a profile, and for a recipe
+    that changes the plan's statistics.
+    """
     request = plan.request
     if isinstance(request, SlotRequest):
         raise ValueError("the plan is for a run on one machine: change the run's configuration and plan again")
@@ -110,7 +113,7 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     for field in ("tool_seconds_if_unknown", "max_length"):
         if getattr(recipe, field) != getattr(request.recipe, field):
             raise ValueError(f"{field} is part of the plan's statistics: give it to libra plan --what-if instead")
-    # Profiles are of one GPU and quantisation; others have a roofline.
+    # A profile is for one GPU and one quantisation; a roofline serves for all others.
     lenders = tuple(
         (lender, profile)
         for lender, profile in zip(request.lenders, request.lent_profiles, strict=True)
@@ -148,8 +151,9 @@ def one_node_fewer(request: ClusterRequest, step: float) -> Iterator[SmallerClus
 
 
 def smallest_cluster(request: ClusterRequest, step: float) -> SmallerCluster | None:
-    """A smallest cluster with the same step: for one class after another, the fewest nodes are found by bisection,
-    since fewer nodes never shorten a step.
+    """Find a smallest cluster with the same step; None if every node is needed.
+
+    Bisects the number of nodes of one class after another, which is correct since fewer nodes never shorten a step.
     """
     kept = {nodes.name: nodes.count for nodes in request.cluster.nodes}
     found = None
@@ -173,7 +177,7 @@ def _smaller(request: ClusterRequest, counts: dict[str, int], step: float) -> Sm
     profiles = tuple(
         profile
         for profile, (_, kept, _) in zip(request.profiles, left, strict=True)
-        if kept  # a class without nodes is no class
+        if kept  # a cluster has no classes without nodes
     )
     try:
         if not profiles:
@@ -196,7 +200,9 @@ def one_version_more(request: ClusterRequest) -> Problem | None:
 
 
 def one_node_more(request: ClusterRequest) -> dict[str, Problem]:
-    """The problem with one more node, by class of nodes, without classes that still cannot train or generate."""
+    """The problem with one more node, by class of nodes. Classes are missing if the larger cluster still cannot train
+    or generate.
+    """
     larger: dict[str, Problem] = {}
     for nodes in request.cluster.nodes:
         cluster = override(request.cluster, {nodes.name: nodes.count + 1})

@@ -2,12 +2,12 @@
 
 Notation and names of constraints are those of `libra.plan.problem`.
 
-Invariant: for a given step, prices become integers, `need[c, s, i, j]` engines (`libra.plan.model.ranges`). So all
-coefficients are devices or engines, without rounding, and every answer is exact. `libra.plan.model.solve` chooses the
-step lengths to try.
+Invariant: for a given step, prices become integers: `need[c, s, i, j]` engines (`libra.plan.model.ranges`). All
+coefficients are numbers of devices or engines, without rounding, so every answer is exact. `libra.plan.model.solve`
+chooses the step lengths to try.
 
-A candidate c is a training option that keeps the step, with a shape of the first range. `need` is the larger table, for
-possible routers. `kept` is the smaller table, for known routers, and applies if the buckets are the running ones.
+A candidate c is a training option that keeps the step, with a shape for the first range. `need` is the larger table,
+for possible routers. `kept` is the smaller table, for known routers; it applies if the buckets are those that run now.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ _weighted_sum = cp_model.LinearExpr.weighted_sum
 
 
 class StepModel:
-    """Variables and constraints for one length of the step. `kept[c]` is None if candidate c cannot keep the present
-    buckets; `present`, their ranges, is None if no candidate can. No solution `contains` one of `excluding`."""
+    """Variables and constraints for one length of the step.
+
+    `present` has the ranges of the running buckets; None: no candidate can keep them. `kept[c]` is None if candidate c
+    cannot keep them. No solution `contains` an allocation of `excluding`.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,9 @@ class StepModel:
         self.cp.add_exactly_one(self.x).with_name("one_training")
 
     def every_class_once(self) -> None:
-        """z is a path: of each class, as many ranges begin with it as end before it, one with the first."""
+        """z is a path through the classes: one range begins with the first class, and one ends with the last. At each
+        class between them, as many ranges begin as end just before it.
+        """
         classes = len(self.problem.peaks)
         for j in range(classes + 1):
             ending = [z for (_, _, last), z in self.z.items() if last + 1 == j]
@@ -138,8 +143,11 @@ class StepModel:
             self.cp.add(self.n[s] <= self.most[s] * _sum(self._ranges_of(s))).with_name(f"no_stray_engines[{s}]")
 
     def devices(self) -> None:
-        """For each pool p, generating[p] + training[p] <= devices[p]; without own_devices (colocated) each of the two
-        separately; with no_idle_devices = instead of <=, on a serving pool = or none"""
+        """For each pool p, generating[p] + training[p] <= devices[p]; colocated, generating[p] <= devices[p].
+
+        With use_all_devices, <= becomes =; colocated, unless training uses the whole pool. A serving pool then lends
+        all its devices or none.
+        """
         for pool in self.problem.pools:
             name = f"devices[{pool.name}]"
             generating = sum(self.uses[s][pool.name] * self.n[s] for s in self.shapes if pool.name in self.uses[s])
@@ -161,11 +169,11 @@ class StepModel:
                 self.cp.add(generating + training <= pool.devices).with_name(name)
 
     def different(self, excluded: Allocation) -> None:
-        """Fewer engines of a shape than in the excluded allocation, or training with fewer devices or on another
-        pool
+        """Require fewer engines of a shape than the excluded allocation has, or training on fewer devices or on another
+        pool.
         """
         option = training_option(self.problem, excluded)
-        assert option is not None  # it fits
+        assert option is not None  # the excluded allocation fits the problem
         less = [x for c, x in zip(self.candidates, self.x, strict=True) if not _trains_alike(c.training, option)]
         for shape, engines in excluded.engines_by_shape.items():
             fewer = self.cp.new_bool_var("")
@@ -174,8 +182,9 @@ class StepModel:
         self.cp.add_bool_or(less).with_name("different")
 
     def simplest(self) -> Any:
-        """The objective among plans that keep the step: moves, devices, buckets, and short ranges on the first shapes,
-        in this order, as one sum."""
+        """The objective to minimise among plans that keep the step, as one weighted sum. In order of importance: moves,
+        devices, buckets, and classes on later shapes.
+        """
         buckets = sum(self.z.values())
         order = sum((s + 1) * (j - i + 1) * z for (s, i, j), z in self.z.items())
         devices = sum(sum(self.uses[s].values()) * self.n[s] for s in self.shapes) + sum(
@@ -188,7 +197,7 @@ class StepModel:
         return self._moves() * per_move + devices * per_device + buckets * per_bucket + order
 
     def _moves(self) -> Any:
-        """Engines and replicas to start, plus one for other buckets; 0 if nothing runs."""
+        """Number of engines and replicas to start, plus 1 if the buckets change; 0 if nothing runs."""
         current = self.problem.current
         if current is None:
             return 0
@@ -229,8 +238,8 @@ def contains(problem: Problem, allocation: Allocation, other: Allocation) -> boo
 
 
 def _trains_alike(option: TrainingOption, other: TrainingOption) -> bool:
-    """Whether `option` trains on the same pool with at least as many devices. The relaxation keeps only one layout per
-    number of devices.
+    """Whether `option` trains on the pool of `other`, with at least as many devices. Layouts may differ, since the
+    relaxation keeps only one layout per number of devices.
     """
     return option.pool == other.pool and option.devices >= other.devices
 

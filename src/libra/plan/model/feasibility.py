@@ -78,8 +78,8 @@ def conflict(problem: Problem) -> tuple[Constraint, ...]:
 
 
 def constraints(problem: Problem) -> tuple[Constraint, ...]:
-    """Every constraint that could be part of a conflict; without a training option or an engine, only this
-    constraint.
+    """Every constraint that could be part of a conflict. Without any training option or any engine, only the constraint
+    that needs it.
     """
     if not problem.training:
         return (Constraint("one_training", "a layout must train the model, but none fits any pool"),)

@@ -4,8 +4,8 @@ Invariant: no sequence of candidates takes less time, including steps and switch
 allocation of each period, its best allocation with the training option of each other period, the running allocation,
 and the caller's additions.
 
-With c(p, a) the seconds of period p under allocation a, and s(p, a, b) those lost by changing from a to b when p
-begins, the shortest time to be in b during p is (Bellman 1957)
+Let c(p, a) be the seconds of period p under allocation a, and s(p, a, b) the seconds lost by a change from a to b when
+p begins. The shortest time until the end of p, with b in period p, is (Bellman 1957)
 
     t(p, b) = c(p, b) + min over a of  t(p - 1, a) + s(p, a, b)
 """
@@ -41,7 +41,7 @@ class HorizonPlan:
 
     allocations: tuple[Allocation, ...]  # [period]
     step_seconds: tuple[float, ...]  # [period] predicted, of one optimiser step
-    switch_seconds: tuple[float, ...]  # [period] lost when it begins
+    switch_seconds: tuple[float, ...]  # [period] lost at its start
     seconds: float  # all steps and switches
     pools: tuple[PoolSizes, ...]
 
@@ -53,12 +53,12 @@ def plan_horizon(
     current: Allocation | None = None,
     candidates: Iterable[Allocation] = (),
 ) -> HorizonPlan:
-    """The sequence of allocations, one for each period of `steps[p]` steps, with the least total time.
+    """Find the sequence of allocations, one for each period of `steps[p]` steps, with the least total time.
 
     The start costs no time if `current` is None. An allocation can be used only in periods whose problem it fits, so
     let all problems offer the same shapes and layouts (`sharing_layouts` of `libra.plan.options.cluster_request`).
-    `candidates` are considered in addition. Raises ValueError when there is no period or one has no step,
-    InfeasiblePlanError when a period has no plan.
+    `candidates` are considered in addition. Raises ValueError if there is no period or a period has no step,
+    InfeasiblePlanError if a period has no plan.
     """
     if not problems or len(problems) != len(steps):
         raise ValueError(f"there are {len(problems)} problems for {len(steps)} periods; give each period its problem")
@@ -87,8 +87,8 @@ def plan_horizon(
 
 
 def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[Allocation, ...]:
-    """The best allocation of each period (among equals, the closest to the previous period's), and its best allocations
-    with the training options of the other periods.
+    """The best allocation of each period, and the best ones with the training options of the other periods. Among
+    equally good allocations of a period, the closest to that of the previous period.
     """
     best: list[Allocation] = []
     for problem in problems:
@@ -109,11 +109,12 @@ def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[All
 def shortest_path(
     held: Sequence[Sequence[float]], switch: Callable[[int, int, int], float], start: int | None
 ) -> tuple[int, ...]:
-    """[period] the candidate to use.
+    """[period] index of the candidate to use.
 
     `held[p][a]` is the seconds of period p under candidate a, infinite if impossible. `switch(p, a, b)` is the seconds
-    lost by a change from a to b at the start of p; 0 is assumed for a = b. `start` is in force before the first period;
-    None: any start is free. Among equal paths, the one with fewer changes is chosen.
+    lost by a change from a to b at the start of p; 0 is assumed for a = b. `start` is the candidate in use before the
+    first period; None: no candidate is, and the first one costs no switch. Among equal paths, the one with fewer
+    changes is chosen.
     """
     many = range(len(held[0]))
     reached = [0.0 if start in (None, a) else math.inf for a in many]

@@ -1,14 +1,14 @@
 """The allocation problem for a step of given length, as an integer linear program.
 
-It is an independent check of `libra.plan.model.cpsat`: both use `need`, but no common model, bound or search. PuLP
+It is an independent check of `libra.plan.model.cpsat`: both use `need`, but share no model, bound or search. PuLP
 writes the program, and CBC solves it. Notation and names of constraints are those of `libra.plan.problem`.
 
 Each candidate has its own path, along which its x[c] flows from the first class to the end of the last. So no
-constraint must be switched off for other candidates: there is no large constant, all coefficients are devices or
+constraint has to be switched off for other candidates, and there is no large constant. All coefficients are devices or
 engines, and the linear relaxation is tight.
 
-A candidate c is a training option that keeps the step, and a shape of the first range, with possible routers; or with
-known routers, in which case it has only the ranges of the present buckets (`keep_buckets`).
+A candidate c is a training option that keeps the step, with a shape for the first range, and possible routers. A
+candidate with known routers has only the ranges of the running buckets (`keep_buckets`).
 
 Invariant: every answer is priced by `libra.plan.options.price` before it counts.
 """
@@ -34,7 +34,8 @@ from libra.plan.transition import joins
 
 
 def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = True) -> Solution:
-    """The best allocation, its step at most `tolerance` (relative) longer than the shortest before the tie-break.
+    """Find the best allocation. Before the tie-break, its step is at most `tolerance` (relative) longer than the
+    shortest.
 
     Raises `InfeasiblePlanError` when no allocation can serve the problem, and RuntimeError if CBC's answer is invalid.
     """
@@ -74,7 +75,7 @@ class _Candidate(NamedTuple):
 
 
 class StepProgram:
-    """The variables and constraints for one length of the step. Read `__init__` as the paper's model."""
+    """The variables and constraints for one length of the step. Read `__init__` as the mathematical model."""
 
     def __init__(self, problem: Problem, step: float) -> None:
         self.problem, self.step = problem, step
@@ -91,7 +92,7 @@ class StepProgram:
             {r: self._integer(f"z_{c}_{r[0]}_{r[1]}_{r[2]}") for r in candidate.ranges}
             for c, candidate in enumerate(self.candidates)
         ]
-        self.idle = problem.use_all_devices  # engines beyond those that are needed, where no device may idle
+        self.idle = problem.use_all_devices  # then `spare` engines fill the devices that needed engines leave
         self.spare = [
             [self._integer(f"spare_{c}_{s}", self._most(s)) for s in self.shapes] if self.idle else []
             for c in range(len(self.candidates))
@@ -110,8 +111,9 @@ class StepProgram:
         self._add("one_training", pulp.lpSum(self.x) == 1)
 
     def every_class_once(self) -> None:
-        """z[c] is a path that carries x[c]: the flow that enters the first class leaves each one, and ends with the
-        last."""
+        """z[c] is a path with flow x[c], which enters at the first class, leaves each class again, and ends after the
+        last.
+        """
         classes = len(self.problem.peaks)
         for c, (x, z) in enumerate(zip(self.x, self.z, strict=True)):
             ending: list[list[Any]] = [[] for _ in range(classes + 1)]
@@ -146,8 +148,11 @@ class StepProgram:
 
     def devices(self) -> None:
         """For each pool p, sum over s in p of devices[s] * n[c, s] <= (devices[p] - training[c, p]) * x[c], where n is
-        need[c] z[c] and spare; without own_devices (colocated) nothing is subtracted; with no_idle_devices = instead of
-        <=, on a serving pool = or none"""
+        need[c] z[c] + spare. Colocated, training is not subtracted.
+
+        With use_all_devices, <= becomes =; colocated, unless training uses the whole pool. A serving pool then lends
+        all its devices or none.
+        """
         for c, (candidate, x) in enumerate(zip(self.candidates, self.x, strict=True)):
             for pool in self.problem.pools:
                 generating = pulp.lpSum(
@@ -229,7 +234,7 @@ class StepProgram:
         return allocation
 
     def _moves(self, current: Allocation) -> Any:
-        """Engines and replicas to start, plus one for other buckets."""
+        """Number of engines and replicas to start, plus 1 if the buckets change."""
         starts = []
         for s, shape in enumerate(self.problem.shapes):
             start = self._integer(f"start_{s}", self._most(s))
@@ -251,7 +256,7 @@ class StepProgram:
         return pulp.lpSum(variable for z in self.z for variable in z.values())
 
     def _engines(self, c: int) -> list[tuple[int, Any]]:
-        """(shape, its engines) pairs to be summed."""
+        """Pairs of a shape and a number of its engines, to be summed."""
         need = self.candidates[c].need
         return [(r[0], int(need[r]) * z) for r, z in self.z[c].items()] + list(enumerate(self.spare[c]))
 
@@ -265,8 +270,9 @@ class StepProgram:
         return self.lp.add_variable(name, 0, most, pulp.LpInteger)
 
     def _add(self, name: str, constraint: Any) -> None:
-        """Add a constraint; PuLP accepts none without a variable, such as 0 <= 0 for a class that no candidate
-        serves."""
+        """Add a constraint. PuLP accepts no constraint without a variable, such as 0 <= 0 for a class that no candidate
+        serves, so such a constraint is stated with a variable.
+        """
         if isinstance(constraint, bool):
             constraint = self.x[0] >= (0 if constraint else 2)
         self.lp += constraint, name

@@ -2,7 +2,7 @@
 
 Invariant: for a given step length, engine prices reduce to one integer per shape and range: the fewest engines that
 keep the step. A range is the classes `first..last`, inclusive; it may end only where the next class is longer. The
-numbers agree with `libra.plan.options.price` to a relative 1e-9; a rounding error may only give fewer engines.
+numbers agree with `libra.plan.options.price` to a relative 1e-9; a rounding error can only lower a number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Counts = Ints
 
 
 class RangeTable:
-    """All ranges of one problem; `tried`: the ranges run already, so their routers are known.
+    """All ranges of one problem. With `tried`, the ranges run already, so their routers are known.
 
-    Values that do not depend on the step are stored by entry: an option with an existing range whose longest context it
+    Values that do not depend on the step are stored by entry: an option, and a range whose longest context the option
     holds. Values that depend on the shape of the first range are in `_Times`.
     """
 
@@ -100,9 +100,10 @@ class RangeTable:
         return self._times[begin]
 
     def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
-        """[router, entry] engines n whose caches evict contexts: enough to refill at all returns; or, if that is fewer,
-        the larger root of usable * n^2 - (asked - refill) * n - refill * filled = 0, to refill at those that n
-        evict."""
+        """[router, entry] engines n for options whose caches evict contexts. This is the smaller of two numbers: enough
+        engines to refill at every return; or enough to refill only where n engines evict, which is the larger root of
+        usable * n^2 - (asked - refill) * n - refill * filled = 0.
+        """
         linear = asked - self._refill
         root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
         return np.asarray(np.minimum(asked + self._refill, root / 2) / usable)
@@ -123,14 +124,16 @@ class RangeTable:
         return np.searchsorted(np.unique(every), limit, side="right").astype(float)
 
     def _limit(self, fixed: Floats | float, step: float) -> Floats:
-        """Limit on the seconds of a trajectory."""
+        """Longest time of a trajectory, in seconds, that keeps the step."""
         return np.asarray((1 + self.problem.staleness) * step * (1 + _SLACK) - fixed)
 
     def _usable(self, times: _Times, limit: float, step: float) -> Floats:
         """[0 for a first range, 1 for others; option, last] seconds that an engine may work in a step whose
-        trajectories take at most `limit`; 0 or less where it keeps no step. They increase with the step."""
+        trajectories take at most `limit`; 0 or less if the engine cannot keep the step. The seconds increase with the
+        step.
+        """
         within = limit - self._stall if self.problem.synchronous else step  # seconds over which the work is spread
-        left = (within if self.problem.synchronous else limit) - times.waits  # to generate in
+        left = (within if self.problem.synchronous else limit) - times.waits  # seconds for generation
         with np.errstate(divide="ignore", invalid="ignore"):
             slowed = np.where(times.generates > 0, times.generates * within / left, 0.0)
         usable = np.where((left > 0) | ((left == 0) & (times.generates == 0)), within - slowed, -np.inf).min(axis=0)
@@ -143,10 +146,11 @@ class RangeTable:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of the longest trajectories of options, for trajectories that begin there and for those that continue
-    there."""
+    """Seconds of the longest trajectories on each option's engines: of those that begin there, and of those that
+    continue there.
+    """
 
-    possible: NDArray[np.bool_]  # [entry] whether a first range may be of its shape
+    possible: NDArray[np.bool_]  # [entry] whether a first range may have the option's shape
     residence: Floats  # [entry]
     # By kind: trajectories that stay on an option's engines, that continue there, and that leave.
     generates: Floats  # [line, kind, option, class]
@@ -172,7 +176,7 @@ def _times(
 
 
 def _longest_beyond(seconds: Floats, nothing: float) -> Floats:
-    """[option, class] the largest entry of the classes after each one; `nothing` after the last."""
+    """[option, class] the largest value of all later classes; `nothing` for the last class."""
     none = np.full((len(seconds), 1), nothing)
     after = np.concatenate((seconds[:, 1:], none), axis=1)
     return np.asarray(np.maximum.accumulate(after[:, ::-1], axis=1)[:, ::-1])
@@ -206,9 +210,9 @@ def make_allocation(
     spare: Sequence[int] = (),
     keeps: bool = False,
 ) -> Allocation:
-    """The allocation of ranges (shape, first, last) with the engines that they need; `spare[shape]` more engines are in
-    the last bucket of the shape. Limits in tokens are the longest contexts of classes; with `keeps`, the limits of the
-    present buckets.
+    """The allocation of the ranges (shape, first, last) in `cover`, with the engines that they need. `spare[shape]`
+    further engines join the last bucket of the shape. Limits of buckets are the longest contexts of classes, in tokens;
+    with `keeps`, the limits of the running buckets.
     """
     counts = [int(need[r]) for r in cover]
     for s, more in enumerate(spare):

@@ -64,9 +64,9 @@ class Relaxation:
     def candidates(self, step: float) -> Iterator[Candidate]:
         """Yield training options that may keep the step, fewest devices first, each with its remaining ranges.
 
-        Without options, no plan keeps the step. The iterator is lazy: use it up before the next call. Among options
-        that are equal for generation and equally far from the running allocation, only the one with the fewest devices
-        is kept, unless no device may be idle.
+        If there is no such option, no plan keeps the step. The iterator is lazy: use it up before the next call. Among
+        options that are equal for generation and equally far from the running allocation, only the one with the fewest
+        devices is kept, unless no device may be idle.
         """
         kept = self._promising(step)
         for _ in range(_ROUNDS if len(self._pools) > 1 else 0):
@@ -93,7 +93,8 @@ class Relaxation:
     def with_devices(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
         """The candidates reduced to plans of at most `most` devices, including those of training."""
         left = list(candidates)
-        # In addition no pool may be overdrawn: devices of pools that were overdrawn weigh more, as does the room there.
+        # The second round excludes plans that overdraw a pool: in pools that were overdrawn, devices and room weigh
+        # more.
         for more in (np.zeros(len(self._pools)), self._weights / self._weights.min() - 1):
             allowed = (most - it.training.devices + float(self._room(it.training) @ more) * _MORE for it in left)
             reduced = (self._within(it, 1 + more, room) for it, room in zip(list(left), allowed, strict=True))
@@ -152,7 +153,7 @@ class Relaxation:
         return "current" if option.layout == current.layout else option.replicas
 
     def _reduced(self, candidates: Iterable[Candidate], weights: Floats) -> Iterator[Candidate]:
-        """Yield candidates, reduced with other weights."""
+        """Yield the candidates, reduced with `weights`, for which a plan is left."""
         for candidate in candidates:
             allowed = float(self._room(candidate.training) @ weights) * _MORE
             left = self._within(candidate, weights, allowed)
@@ -214,8 +215,9 @@ def _weighed(engines: Counts, weights: Floats) -> Floats:
 
 
 def _least_before(cost: Floats, most_buckets: int) -> Floats:
-    """[buckets, class] least cost to cover the classes before each one, and in the last column all, with at most
-    `buckets` buckets; `cost` is [first, last]."""
+    """[buckets, class] least cost to cover all classes before the class with at most `buckets` buckets; the last column
+    covers all classes. `cost` is [first, last].
+    """
     least = np.full((most_buckets + 1, cost.shape[0] + 1), _UNREACHED)
     least[:, 0] = 0.0
     for b in range(1, most_buckets + 1):
@@ -224,5 +226,5 @@ def _least_before(cost: Floats, most_buckets: int) -> Floats:
 
 
 def _least_after(cost: Floats, most_buckets: int) -> Floats:
-    """[buckets, class] least cost to cover the classes from each one on, and after the last."""
+    """[buckets, class] least cost to cover the class and all later ones; 0 in the last column, after all classes."""
     return _least_before(cost[::-1, ::-1].T, most_buckets)[:, ::-1]

@@ -27,8 +27,8 @@ SHORTEST = 1e-6  # seconds; shorter steps are not distinguished
 ROUNDING = 1e-8  # relative difference of an allocation's price from the step for which it was found
 
 _BISECTION = 1e-4  # relative distance of proven and disproven steps at which the search ends
-_SHORTCUTS = 8  # candidates that are tried without a search, before one is made
-# A candidate, and the engines that it needs if the present buckets are kept; None where it cannot keep them.
+_SHORTCUTS = 8  # candidates that are tried before a search
+# A candidate, and the engines that it needs if the present buckets are kept; None if it cannot keep them.
 _Choice = tuple[Candidate, Counts | None]
 
 _NO_TIME = "no plan was found within deterministic_limit: raise the limit"
@@ -43,14 +43,14 @@ def solve(
     excluding: Sequence[Allocation] = (),
     tie_break: bool = True,
 ) -> Solution:
-    """The best allocation. The same problem, limit and seed give the same answer.
+    """Find the best allocation. The same problem, limit and seed give the same answer.
 
     `deterministic_limit` bounds the search in the solver's deterministic seconds, which count operations and read no
-    clock; when it runs out, the best plan so far is returned with status `feasible`. Raises `InfeasiblePlanError` when
-    no allocation can serve the problem, and RuntimeError when the limit runs out before any was found.
+    clock. If the limit runs out, the best plan found is returned with status `feasible`. Raises `InfeasiblePlanError`
+    if no allocation can serve the problem, and RuntimeError if the limit runs out before any plan is found.
 
-    No answer `contains` one of the allocations in `excluding`. Without `tie_break`, the answer is any allocation with
-    the shortest step, which is faster to find.
+    No answer `contains` an allocation in `excluding`. Without `tie_break`, the answer is any allocation with the
+    shortest step, which is faster to find.
     """
     require_feasible(problem)
     search = _Search(problem, deterministic_limit, seed, excluding)
@@ -88,7 +88,7 @@ class _Search:
         self._tried = RangeTable(problem, tried=True) if self._present is not None else None
         # Known routers need no more engines than possible ones, so the bounds hold for both.
         self._relaxation = Relaxation(problem, self._tried or self._untried)
-        self.complete = True  # every search so far was finished, not cut short
+        self.complete = True  # whether the limit has cut no search short
 
     def shortest_step(self) -> tuple[Allocation, float]:
         """The allocation with the shortest step found, and a proven lower bound on any step."""
@@ -111,7 +111,7 @@ class _Search:
         return found, disproven
 
     def is_answer(self, allocation: Allocation) -> bool:
-        """Whether the allocation fits, and contains none of the excluded ones."""
+        """Whether the allocation fits, and contains no excluded one."""
         return infeasibility(self._problem, allocation) is None and not any(
             contains(self._problem, allocation, excluded) for excluded in self._excluding
         )
@@ -156,8 +156,8 @@ class _Search:
         return Candidate(training, np.where(left.engines < NEVER, untried, NEVER)), left.engines
 
     def _fewest_devices(self, choices: list[_Choice], step: float, otherwise: Allocation) -> list[_Choice]:
-        """The choices reduced to plans that may have the fewest devices; the devices of `otherwise` are an upper bound.
-        Returns all choices if moves count more, or no device may be idle.
+        """Return the choices reduced to plans that may have the fewest devices; the devices of `otherwise` are an upper
+        bound. Returns all choices if an allocation runs, since moves count more, or if no device may be idle.
         """
         if not choices or self._problem.current is not None or self._problem.use_all_devices:
             return choices
@@ -174,7 +174,9 @@ class _Search:
         return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict(self._problem)
 
     def _cheapest(self, candidate: Candidate, step: float, weights: Floats) -> Allocation | None:
-        """The cheapest cover if it is a plan, otherwise None. It often is a plan, so that no search is needed."""
+        """The cheapest cover if it is a plan that keeps the step, otherwise None. If it is a plan, no search is
+        needed.
+        """
         if self._problem.use_all_devices:
             return None
         cover = cheapest_cover(candidate.engines, weights, most_buckets(self._problem))
@@ -203,7 +205,7 @@ class _Search:
         solver.parameters.max_presolve_iterations = 1
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.symmetry_level = 0
-        # The solver would leave the process without a handler, so that Ctrl-C would kill it from then on.
+        # Otherwise the solver removes the process's handler of SIGINT, and a later Ctrl-C kills the process.
         solver.parameters.catch_sigint_signal = False
         status = solver.solve(model.cp)
         self._left -= solver.response_proto.deterministic_time

@@ -49,7 +49,7 @@ from libra.route.catalogue import check_policy, is_path
 Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
 
 
-_USUAL_UTILIZATION = 0.9  # of vLLM's server
+_USUAL_UTILIZATION = 0.9  # default of vLLM's server
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class ClusterRequest:
     recipe: Recipe
     classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
     profiles: tuple[EngineProfile, ...]  # one for each class of nodes, in their order
-    current: Allocation | None = None  # the running allocation: a hint, and the tie-break
+    current: Allocation | None = None  # the running allocation, which breaks ties between plans
     # Layouts, by class of nodes, that are on the menu even if others are faster, so that running ones have a price.
     held: Held = ()
-    # On serving pools of the cluster, each with its traffic of the coming period.
+    # Lenders on serving pools of the cluster, each with its traffic of the coming period.
     lenders: tuple[Annotated[LendingPool, OfRoom("lender")], ...] = ()
     lent_profiles: tuple[EngineProfile, ...] = ()  # one for each lender: of this model on its GPUs
     kind: Literal["cluster"] = "cluster"
-    # [class] measured share of the work after the first tool return that the router brings to its own bucket; empty:
-    # not measured, and assumed to be 1.
+    # [class] measured share of the work after the first tool return that the router sends to the class's own bucket;
+    # empty: not measured, and assumed to be 1.
     recall: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class ClusterRequest:
 
     @property
     def router_hits(self) -> tuple[float, ...]:
-        """[class] share of the work after the first tool return that reaches its own bucket."""
+        """[class] share of the work after the first tool return that reaches the class's own bucket."""
         if self.recipe.router_hit is not None:
             return (self.recipe.router_hit,) * len(self.classes)
         return self.recall or (1.0,) * len(self.classes)
@@ -225,7 +225,7 @@ class ClusterRequest:
             engines=tuple(engines),
             training=tuple(training),
             peaks=tuple(cls.peak_context for cls in classes),
-            expected=(True,) * len(classes),  # priced for the expected longest trajectory, rare ones weighed
+            expected=(True,) * len(classes),  # residences are expectations, so rare classes weigh little
             longest_context=recipe.max_length,
             recall_known=tuple(dict.fromkeys((routers[0], foreseeing))),
             recall_possible=tuple(dict.fromkeys((*routers, foreseeing))),
@@ -272,7 +272,7 @@ class ClusterRequest:
 def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest, ...]:
     """The requests, each with the held layouts and the menu's layouts of all requests.
 
-    So a running layout has a price on every menu. Otherwise a menu lists, for each number of devices, only the fastest
+    So each menu has a price for a running layout. Otherwise a menu lists, for each number of devices, only the fastest
     layout for its own trajectories. Requests may differ in classes and running allocation. Raises ValueError if they
     differ in cluster, model or recipe.
     """
@@ -300,8 +300,8 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
-    """Yield changes of framework, recipe or GPU with which an engine holds the model; for GPUs the smallest that
-    suffices.
+    """Yield changes of framework, recipe or GPU with which an engine holds the model. Of the GPUs, only the smallest
+    that suffices.
     """
     model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
     unrestricted = recipe.model_copy(update={"framework": None})
@@ -341,8 +341,8 @@ def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[Tr
 
 
 def _nothing_trains(request: ClusterRequest) -> str:
-    """Error text for a model that no layout trains: the number of layouts that do not fit, and the closest requests for
-    which one does.
+    """Error text for a model that no layout trains: the number of layouts that do not fit, and the closest requests
+    that a layout can train.
     """
     too_large = sum(each.kind == "does not fit" for each in request.rejected_layouts())
     nearest = ", or ".join(remedies(request))

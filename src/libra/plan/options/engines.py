@@ -30,8 +30,8 @@ from libra.lengths import TrajectoryClass
 from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
 
-# Slowdowns between which the seconds of the longest trajectory are interpolated. The last gives the slope beyond the
-# one before, where tools hardly count.
+# Slowdowns between which the seconds of the longest trajectory are interpolated. The last one sets the slope beyond 32,
+# where the seconds of tools are negligible.
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
 
 
@@ -62,8 +62,8 @@ def engine_kv_tokens(
 def batch_kv_tokens(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, classes: Sequence[TrajectoryClass]
 ) -> int:
-    """Tokens that the KV cache of an engine of `tp` GPUs holds while it decodes a batch of these classes; at least one
-    trajectory of `max_length`, if it fits alone.
+    """Tokens that the KV cache of an engine of `tp` GPUs holds while it decodes a batch of these classes. At least the
+    tokens of one trajectory of `max_length`, if it fits alone.
     """
     alone = min(engine_kv_tokens(model, nodes, recipe, tp), recipe.max_length)
     return max(alone, engine_kv_tokens(model, nodes, recipe, tp, context=mean_context(classes)))
@@ -84,8 +84,7 @@ def engine_options(
     longest_context: int,
     factors: BatchFactors = BATCH,
 ) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
-    """Options of every tensor-parallel degree (across nodes if no node holds the model), and the degrees that hold no
-    trajectory.
+    """Options of every tensor-parallel degree (across nodes if no node holds the model), and the rejected degrees.
 
     All trajectories of a step start when weights are published. A lower `max_num_seqs` would only make them wait, so
     engines have the largest value that memory allows. Options of a degree differ in the number of sequences for which
@@ -218,7 +217,7 @@ def _batch_prices(
             # Of the live contexts at an update, those in their last turn are not prefilled again.
             refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
             again[j] = min(max(0.0, cls.turns - 1), float(batches)) * refill
-    # A recall loses the contexts of the trajectories in flight, of which a step has count * stay / step.
+    # A recall loses the contexts of the count * stay / step trajectories in flight.
     lost = [
         recalls * count * stay * refill_seconds(timing, cls) if recalls else 0.0
         for count, cls, stay in zip(expected, classes, stays, strict=True)
@@ -235,7 +234,7 @@ def _batch_prices(
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
         return prices
-    # One batch for any staleness: of overlapping batches most trajectories are finished while the longest continue.
+    # One batch for any staleness: most trajectories of an older batch are finished, and only its longest continue.
     caches = [
         count * cls.context_sum / cls.generated / kv if cls.generated else 0.0
         for count, cls in zip(expected, classes, strict=True)

@@ -2,12 +2,14 @@
 
 Invariant: a layout of the space is in its tables, or `impossible` names its degree or the shape of its replica.
 
-tp: powers of two inside a node; pp: powers of two and divisors of the layers, up to 16, where the last stage may have
-fewer layers; virtual stages: up to 8 that divide a stage, where the last part alone has fewer layers; cp and ep: powers
-of two; replicas that divide a node or are whole nodes; ZeRO-2 and -3 without pipeline. With tensor parallelism, experts
-are whole wherever that gives equally many parts (`_expert_shapes`). Micro-batches: the longest trajectory, four times
-it and so on up to 65,536 tokens, and, in a pipeline, a quarter of it. Devices: every number up to eight nodes, whole
-nodes above, in steps of at most 3 % beyond that.
+    tp, cp, ep       powers of two; tp inside a node
+    pp               powers of two, and divisors of the layers, up to 16; the last stage may have fewer layers
+    virtual stages   up to 8 that divide a stage; only the last part may have fewer layers
+    replicas         divide a node, or are whole nodes
+    ZeRO-2, ZeRO-3   without pipeline
+    experts          with tensor parallelism, whole if that gives equally many parts (`_expert_shapes`)
+    micro-batches    tokens of the longest trajectory, times powers of 4 up to 65,536; in a pipeline also a quarter
+    devices          every number up to eight nodes; above, whole nodes in steps of at most 3 %
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from libra.hardware.parallel import RECOMPUTE, LayoutTable
 
 DEEPEST = 16  # pipeline stages
 EVERY_COUNT = 8  # nodes up to which every number of devices is listed
-STEP = 0.03  # between numbers of nodes beyond
+STEP = 0.03  # largest relative step between larger numbers of nodes
 MOST_VIRTUAL = 8  # virtual stages
-EXPERT_GROUP = 64  # devices, at most
+EXPERT_GROUP = 64  # most devices of an expert group
 MICRO_TOKENS = (2048, 65536)  # multiples and fractions of the longest trajectory stay in this range
 _CHUNKED = (0, 1)  # whether backward computes chunks of logits again
 
 
 def device_counts(gpus: int, nodes: int) -> tuple[int, ...]:
-    """Numbers of devices with a price, the largest included."""
+    """Numbers of devices for which layouts are priced, up to all devices."""
     counts = list(range(1, min(nodes, EVERY_COUNT) * gpus + 1))
     whole = EVERY_COUNT
     while whole < nodes:
@@ -88,7 +90,7 @@ def _pp_refusal(model: ModelSpec, pp: int) -> str | None:
 
 
 def virtual_stages(layers: int, pp: int) -> list[int]:
-    """Numbers of virtual stages of a device with a price, 1 included."""
+    """Numbers of virtual stages of a device that are priced; 1 is always among them."""
     deep = -(-layers // pp)
     missing = deep * pp - layers
     more = (v for v in range(2, MOST_VIRTUAL + 1) if pp > 1 and deep % v == 0 and missing < deep // v)
@@ -96,9 +98,9 @@ def virtual_stages(layers: int, pp: int) -> list[int]:
 
 
 def _expert_shapes(model: ModelSpec, tp: int) -> list[tuple[int, bool]]:
-    """Expert-parallel degrees, and whether tensor parallelism leaves experts whole. With equally many parts, whole
-    experts take the same memory for weights, and less memory for tokens and less communication. So divided experts are
-    not listed then.
+    """Pairs of an expert-parallel degree, and whether tensor parallelism leaves experts whole. If whole experts give
+    equally many parts, divided ones are not listed: whole experts need the same memory for weights, less memory for
+    tokens and less communication.
     """
     experts = model.experts
     if experts is None:
@@ -151,11 +153,11 @@ def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable
 
 
 def members_of(families: LayoutTable, counts: Sequence[int], batch: int) -> tuple[NDArray[np.intp], LayoutTable]:
-    """Every family with every possible dp: positions of the families, and the layouts."""
+    """Combine every family with every possible dp. Returns the position of each layout's family, and the layouts."""
     # The least dp of a family makes whole expert groups; others are multiples of it.
     unit = families.replica_devices * families.dp
     dp = np.array(counts)[None, :] / unit[:, None]
-    # Interleaved, a rank has a micro-batch for every stage at least, each of one trajectory at least.
+    # Interleaved, a rank has at least one micro-batch for every stage, each with at least one trajectory.
     least = families.dp * np.where(families.virtual > 1, families.pp, 1.0)
     family, count = np.nonzero((dp == np.floor(dp)) & (dp * least[:, None] <= batch) & (dp > 0))
     members = families.take(family).with_dp(dp[family, count] * families.dp[family])
@@ -175,7 +177,7 @@ def needless(
     at = np.searchsorted(counts, members.replica_devices * members.dp)
     fitting = np.zeros((len(families), len(counts)), dtype=bool)
     fitting[family, at] = fits
-    # The families before: with the same logits and less of a layer, and with the same of a layer and whole logits.
+    # Families in earlier rows: the same logits and less recomputation in a layer; the same layer and whole logits.
     less, whole = fitting[family - len(_CHUNKED), at], fitting[family - 1, at]
     found: NDArray[np.bool_] = less & (members.recompute > 0) | whole & (members.chunked > 0)
     return found

@@ -50,15 +50,15 @@ def training_layouts(
     classes: Sequence[TrajectoryClass],
     held: Sequence[ParallelLayout] = (),
 ) -> Layouts:
-    """The fastest layout for each number of devices of `nodes`, for one optimiser step over `recipe.batch` trajectories
-    of `classes`, unless fewer devices are as fast; then the `held` layouts that fit, even if others are faster.
+    """The fastest layout for each number of devices of `nodes`, unless fewer devices are as fast. Then the `held`
+    layouts that fit, even if others are faster. One optimiser step trains on `recipe.batch` trajectories of `classes`.
 
     `publish` of an option is the time to send the weights to engines on other nodes of the class, or on the same node
     if there is only one. The result may have no option; `rejected_layouts` then gives the reasons.
     """
     space = _LayoutSpace.of(model, nodes, recipe, classes, needed=True)
     work = space.work
-    # Replicas of one family are equal for any number of them, so that more can join the running ones.
+    # Replicas of one family are equal whatever their number, so more can join the running ones.
     chosen: dict[tuple[str, int], ParallelLayout] = {}
     steps: list[float] = []
     for row in space.kept:
@@ -98,9 +98,9 @@ def priced_step(
 def rejected_layouts(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
 ) -> tuple[Rejected, ...]:
-    """Every layout of the priced space that is not an option of `training_layouts`, without held ones, with the reason.
-    A layout rejected for one number of devices has its own name; a family rejected for all numbers has the family's
-    name.
+    """Layouts of the priced space that are not options of `training_layouts`, with reasons; held layouts are not
+    considered. A layout rejected for one number of devices has its own name; a family rejected for all numbers has the
+    family's name.
     """
     space = _LayoutSpace.of(model, nodes, recipe, classes)
     rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
@@ -142,7 +142,7 @@ class _LayoutSpace:
     priced: LayoutTable
     owner: NDArray[np.intp]  # [priced] its family
     used: Array  # [priced] devices
-    seconds: Array  # [priced] of a step, by its closed form
+    seconds: Array  # [priced] of a step, by a closed formula
     best: Mapping[int, float]  # row of the fastest layout for each number of devices -> its seconds
     kept: list[int]  # rows of `best` that are faster than all with fewer devices
 
@@ -166,7 +166,7 @@ class _LayoutSpace:
         foreign = ~foreseen(framework, families, model.layers)
         if framework.families:
             allowed = permitted(framework, table, recipe.batch, model.layers)
-            foreign[family[allowed]] = False  # a single rank needs no sharding, whatever its family is called
+            foreign[family[allowed]] = False  # a single rank shards nothing, whatever its family is
             family, table = family[allowed], table.take(allowed)
 
         def memory(layouts: LayoutTable) -> Mapping[str, Array]:
@@ -261,7 +261,7 @@ def _too_large(
     nodes: NodeClass,
     batch: int,
 ) -> dict[int, str]:
-    """Reasons for families that do not fit at every dp: the smallest dp that fits, and the obstacle below."""
+    """Reasons for families that do not fit at their least dp: the obstacle, and the smallest dp that fits."""
     unit, gpu = families.dp, nodes.gpu
     one, endless = (_total(memory(families.with_dp(np.full(len(families), dp)))) for dp in (1.0, _ENDLESS))
     room = gpu.memory - endless
@@ -309,7 +309,7 @@ def _slower(space: _LayoutSpace) -> dict[int, str]:
     at_count = np.searchsorted(used[fastest], used)
     ratio = space.seconds / np.array(list(best.values()))[at_count]
     names = [space.priced.layout(row).family for row in best]
-    # The row of each family at which it comes closest: the first of its run when sorted by family, then by ratio.
+    # The row at which each family comes closest: its first row when sorted by family, then by ratio.
     order = np.lexsort((ratio, owner))
     first = np.ones(len(order), dtype=bool)
     first[1:] = owner[order][1:] != owner[order][:-1]

@@ -25,24 +25,23 @@ from libra.route.catalogue import ignores_buckets
 # Tolerance, since normalised shares that are printed and read again sum to 1 only up to rounding.
 SHARE_TOLERANCE = 1e-6
 
-# Devices or degrees do not suit nodes or model; the profile has no times for it; it is too large (a layout: at every
-# dp); another is faster wherever it fits. Lent engines: traffic exceeds the certified rate; no grant is long enough.
-# The framework that will carry the plan out has no such thing. The GPU does not multiply in the type.
 RejectionKind = Literal[
-    "does not divide",
-    "no times",
-    "does not fit",
-    "slower",
-    "lends nothing",
-    "too slow",
-    "framework",
-    "does not multiply",
+    "does not divide",  # devices or degrees do not suit nodes or model
+    "no times",  # the profile has no times for the degree
+    "does not fit",  # too large; a layout: at every dp
+    "slower",  # another option is faster wherever this one fits
+    "lends nothing",  # lent engine: traffic exceeds the certified rate
+    "too slow",  # lent engine: no grant is long enough
+    "framework",  # the plan's framework does not support the option
+    "does not multiply",  # the GPU does not compute in the number type
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A rejected engine size, layout, family of layouts that differ only in dp ("dp*"), or degree, with the reason."""
+    """A rejected option with the reason: an engine size, a layout, a degree, or a family of layouts that differ only in
+    dp ("dp*").
+    """
 
     name: str
     kind: RejectionKind
@@ -112,7 +111,7 @@ class BorrowedEngine(Protocol):
 
     @property
     def cases(self) -> tuple[bool, ...]:
-        """Whether nothing is lent, in each of the equally probable cases of traffic, from the lowest on."""
+        """Whether nothing is lent, for each of the equally probable cases of traffic, lowest traffic first."""
         ...
 
 
@@ -126,7 +125,7 @@ class PairHalf:
 
     @property
     def shape(self) -> str:
-        """Shape of one engine, like that of a colocated one."""
+        """Shape of one engine, named like the shape of a colocated engine."""
         return f"{self.pool}/tp{self.tp}"
 
     @property
@@ -148,7 +147,7 @@ class PrefillDecodePair:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """One possible outcome of traffic."""
+    """Lent shapes that are away together in one case of traffic."""
 
     away: frozenset[str]  # lent shapes whose engines are all away
     probability: float
@@ -182,7 +181,7 @@ def availability(lent: Sequence[BorrowedEngine]) -> tuple[Availability, ...]:
     return tuple(Availability(away, float(weight)) for away, weight in sorted(found.items(), key=lambda it: -it[1]))
 
 
-_MOST = 1e15  # of a mean: tokens of all contexts together, or seconds
+_MOST = 1e15  # upper limit of a mean: seconds, or tokens summed over contexts
 _MEMBER_TOLERANCE = 1e-3  # members are written with few digits
 
 
@@ -222,9 +221,9 @@ def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tu
     """[router][class] share of a class's work that reaches its own bucket: for the given router, and for a perfect
     router.
 
-    The given router sends `hits` [class] of the work after the first tool return to its own bucket. Other work, and all
-    work before the first tool return, stays in the first bucket. The hit rate is known for the running buckets. For
-    other buckets it depends on their limits, so they must also have time for a perfect router.
+    The given router sends `hits[class]` of the work after the first tool return to the class's own bucket. Other work,
+    and all work before the first tool return, stays in the first bucket. The hit rate is known for the running buckets.
+    For other buckets it depends on their limits, so they must also have time for a perfect router.
     """
     perfect = tuple(1 - cls.before_first_return for cls in classes)
     routed = tuple(part * hit for part, hit in zip(perfect, hits, strict=True))
@@ -233,7 +232,7 @@ def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tu
 
 def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
     """Number of ranges of final context that the router can distinguish. One if the router ignores buckets, or if there
-    are no tool returns, at which a trajectory could change its bucket.
+    are no tool returns, since a trajectory can change its bucket only there.
     """
     if ignores_buckets(recipe.router) or all(cls.before_first_return == 1 for cls in classes):
         return 1

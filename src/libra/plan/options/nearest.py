@@ -16,11 +16,11 @@ from libra.plan.model.feasibility import smallest
 from libra.plan.options.layouts import training_layouts
 from libra.plan.problem import InfeasiblePlanError
 
-if TYPE_CHECKING:  # it asks for remedies
+if TYPE_CHECKING:  # that module imports this one
     from libra.plan.options.cluster_request import ClusterRequest
 
-_MOST_TIMES = 64  # as many nodes as there are, at most, are looked at
-_MOST_BESIDE = 16  # nodes for an engine beside those that train
+_MOST_TIMES = 64  # largest multiple of the present nodes that is tried
+_MOST_BESIDE = 16  # most nodes that are added for an engine
 _LIGHTER: tuple[dict[str, object], ...] = (  # changes of a recipe that take less memory, the least first
     {"reference": "offloaded"},
     {"offload_optimiser": True},

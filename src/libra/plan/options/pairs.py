@@ -45,7 +45,7 @@ from libra.plan.problem import EngineOption
 
 # (prefill, decode) engines of a pair: the same grid for all lengths, so that running pairs stay on the menu.
 _RATIOS = ((8, 1), (6, 1), (4, 1), (3, 1), (2, 1), (3, 2), (1, 1), (2, 3), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8))
-_UNEVEN = 2.0  # most times as busy with a whole step as the other half
+_UNEVEN = 2.0  # largest ratio of the loads of the two halves
 _GAIN = 1e-9  # relative gain that exceeds rounding errors
 
 
@@ -140,7 +140,9 @@ def _engines(
 
 
 def _ratios(balanced: float) -> list[tuple[int, int]]:
-    """Ratios at which neither half is much busier than the other; `balanced` is prefill over decode engines."""
+    """Ratios at which neither half is much busier than the other. `balanced` is the ratio of prefill to decode engines
+    at which both are equally busy.
+    """
     return [(p, d) for p, d in _RATIOS if 1 / _UNEVEN <= p / d / balanced <= _UNEVEN]
 
 
@@ -228,6 +230,6 @@ def _without_gain(prefill: _Engine, decode: _Engine) -> Rejected:
     return Rejected(
         f"{prefill.shape} > {decode.shape}",
         "slower",
-        f"prompts take {prefill.shape} {here:.3g} times as long as decoding, and {decode.shape} {there:.3g} times: as"
-        " colocated engines they do no less",
+        f"prompts take {prefill.shape} {here:.3g} times as long as decoding, and {decode.shape} {there:.3g} times:"
+        " colocated, they do at least as much work",
     )

@@ -58,7 +58,7 @@ def devices_used(problem: Problem, allocation: Allocation) -> dict[str, tuple[in
 
 
 def total_devices(problem: Problem, allocation: Allocation) -> int:
-    """Numbers of devices that train and that generate; devices that do both count twice."""
+    """Sum of the devices that train and the devices that generate; devices that do both count twice."""
     return sum(map(sum, devices_used(problem, allocation).values()))
 
 
@@ -116,7 +116,7 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     if bottleneck == "latency" and problem.shared:
         parts = _latency_parts(problem, training, prices)
         if parts["latency"] == max(parts.values()):
-            # A batch that the one before it has delayed is complete at once: the step waits for training only.
+            # A batch that the previous one has delayed is complete by then, so its step waits only for training.
             alternate = (training.seconds, (1 + problem.staleness) * step - problem.staleness * training.seconds)
     return Prediction(step, rollout, training.seconds, latency, bottleneck, alternate)
 
@@ -246,7 +246,7 @@ def _bucket_price(
     if problem.synchronous:
         return BucketPrice(option, step - fixed, longest.alone, longest.alone)
     step = max(step, late)
-    # Where others slow the longest trajectory, its residence takes all the time of the shortest step.
+    # If other trajectories slow the longest one, its residence fills the shortest step.
     slowed = any(generates for generates, _ in longest.lines)
     residence = (1 + problem.staleness) * step - fixed if slowed else longest.alone
     return BucketPrice(option, max(load.at(step) for load in loads) + option.stall, residence, longest.alone)
@@ -301,7 +301,7 @@ def _loads(option: EngineOption, engines: int, served: Floats) -> list[_Load]:
 
 
 def _root(load: float, generates: float, follows: float, batches: int) -> float:
-    """The smallest T with  (batches * T - follows) * (T - load) >= generates * T, no factor below 0."""
+    """The smallest T with (batches * T - follows) * (T - load) >= generates * T, both factors 0 or more."""
     # The discriminant, as a sum of terms that are not negative.
     root = (batches * load - follows) ** 2 + generates * (generates + 2 * (batches * load + follows))
     return (batches * load + follows + generates + math.sqrt(root)) / (2 * batches)

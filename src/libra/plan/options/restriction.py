@@ -22,14 +22,17 @@ Mask = NDArray[np.bool_]
 
 
 def permitted(framework: Framework, layouts: LayoutTable, batch: int, layers: int) -> Mask:
-    """[layout] whether a family of the framework has it for this number of layers, and its ranks divide the batch."""
+    """[layout] whether a family of the framework has the layout for this number of layers, and the layout's ranks
+    divide the batch.
+    """
     found = foreseen(framework, layouts, layers)
     return found & (batch % layouts.dp == 0) if framework.families else found
 
 
 def foreseen(framework: Framework, layouts: LayoutTable, layers: int) -> Mask:
-    """[layout] whether a family of the framework has it for this number of layers. Interleaved pipelines and unequal
-    stages are excluded: no export writes the frameworks' keys for them."""
+    """[layout] whether a family of the framework has the layout for this number of layers. Interleaved pipelines and
+    unequal stages are excluded: no export writes the frameworks' keys for them.
+    """
     if not framework.families:
         return np.ones(len(layouts), dtype=bool)
     found: Mask = np.any([_has(family, layouts) for family in framework.families], axis=0)

@@ -81,7 +81,7 @@ class StepWorkload:
     max_turn_tokens: int  # a turn is never longer; engines keep this much room
     longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
     train_tokens: float  # expected tokens per trajectory that go through forward and backward
-    router_hit: float  # share of a trajectory's work after its first tool return that the router puts in its own bucket
+    router_hit: float  # share of the work after the first tool return that the router sends to its own bucket
     classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class SlotRequest:
     shapes: tuple[EngineShape, ...]
     profile: DeviceProfile
     workload: StepWorkload
-    current: Allocation | None = None  # the running allocation: a hint, and the tie-break
+    current: Allocation | None = None  # the running allocation, which breaks ties between plans
     kind: Literal["slots"] = "slots"
     lent: LentSlots | None = None
 
@@ -193,7 +193,7 @@ class SlotRequest:
             engines=tuple(engines),
             training=tuple(self._training_option(r) for r in range(fleet.core, fleet.core + fleet.hybrid + 1)),
             peaks=tuple(cls.peak_context for cls in workload.classes),
-            expected=(True,) * len(workload.classes),  # priced for the expected longest trajectory, rare ones weighed
+            expected=(True,) * len(workload.classes),  # residences are expectations, so rare classes weigh little
             longest_context=workload.longest_context,
             recall_known=routers[:1],
             recall_possible=routers,
@@ -236,7 +236,7 @@ class SlotRequest:
 
     def _training_option(self, replicas: int) -> TrainingOption:
         tokens = self.workload.trajectories * self.workload.train_tokens
-        # Trainers wait until all engines have taken the new weights, so no step is shorter than both.
+        # Trainers wait until all engines have loaded the new weights, so no step is shorter than training and loading.
         seconds = self.profile.train.step_seconds(tokens, replicas) + self.profile.switch.weight_load
         return TrainingOption(ONE_DEVICE, _POOL, devices=replicas, replicas=replicas, seconds=seconds, publish=0.0)
 

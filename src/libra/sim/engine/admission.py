@@ -29,7 +29,7 @@ def admit(
     contexts."""
     config, waiting, running = state.config, state.waiting, state.running
     tiers, later, stuck = state.tiers, list[Request](), False
-    contexts = 0
+    contexts, slots = 0, config.input_slots
     # A request that computes one token after at least this many is padded, so that all requests have equal tokens.
     pads_from = None if chunks or config.speculative is None else 0 if generating else 1
     state.blocked = False
@@ -74,7 +74,7 @@ def admit(
         else:
             del state.arriving[request]
             state.ready -= 1
-        budget -= _start(state, request, room, now, chunks, cached)
+        budget -= _start(state, request, room, now, chunks, cached) + slots
         contexts += request.target
         if first is not None:
             budget, more, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
@@ -95,7 +95,7 @@ def _start(
     chunks: list[Chunk],
     cached: list[tuple[int, int]],
 ) -> int:
-    """Start a request that has `_room`. Returns the tokens that it takes from the budget."""
+    """Start a request that has `_room`. Returns its tokens of this iteration."""
     found, new, padding, blocks = room
     pool, tokens = state.pool, found * state.config.block_size
     pool.admit(request, found)
@@ -111,7 +111,7 @@ def _start(
     chunks.append((new + padding, tokens))
     cached.append((request.number, tokens))
     state.compute(request, new)
-    return new + padding + state.config.input_slots
+    return new + padding
 
 
 def may_admit(state: EngineState) -> bool:

@@ -24,21 +24,14 @@ class BlockPool:
     blocks are released from the last to the first, so a prefix outlives its continuation."""
 
     __slots__ = (
-        "_free",
-        "_runs",
-        "blank",
-        "block_size",
-        "blocks",
-        "caching",
-        "copies",
-        "findable",
-        "reads",
-        "shared",
+        *("_free", "_runs", "blank", "block_size", "blocks", "caching"),
+        *("copies", "findable", "reads", "shared", "unit"),
     )
 
     def __init__(self, blocks: int, block_size: int, caching: bool) -> None:
         self.blocks = blocks
         self.block_size = block_size
+        self.unit = block_size  # of paths, in tokens
         self.caching = caching
         self.blank = blocks  # free, without tokens that could be found
         self.findable = 0  # free, with known tokens
@@ -57,8 +50,20 @@ class BlockPool:
         return self.blocks - self.blank - self.findable
 
     def path(self, context: Owner) -> Path:
-        """Owners of the blocks of a request's context, or of a chain's."""
-        return path_of(context, self.block_size)
+        """Owners of the blocks of a request's context, or of a chain's, in `unit` tokens. A block that shares only its
+        first tokens with the parent's belongs to the child."""
+        link = context if isinstance(context, Chain) else context.chain
+        if link is None or link.parent is None:
+            return ((link or context, 0, _END),)
+        path: list[tuple[Owner, int, int]] = []
+        end = _END
+        while link is not None:
+            start = link.fork // self.unit
+            if start < end:
+                path.append((link, start, end))
+                end = start
+            link = link.parent
+        return tuple(reversed(path))
 
     def knows(self, owner: Owner) -> bool:
         """Whether any block of this owner can be found."""
@@ -162,7 +167,7 @@ class BlockPool:
     def take(self, blocks: int) -> None:
         """Reuse `blocks` free blocks. Raises ValueError if fewer are free."""
         blank = self.blank
-        self.blank = max(blank - blocks, 0)
+        self.blank = blank - blocks if blocks < blank else 0
         reads = self.reads
         if reads.fenced:
             reads.give_blank(self.blank)
@@ -388,20 +393,3 @@ class BlockPool:
         copy = self.copies.of(request, owner, block)
         main = (owner, block)
         return main if copy is None or copy in self._runs.get(owner, ()) else copy
-
-
-def path_of(context: Owner, block_size: int) -> Path:
-    """Owners of the blocks of a request's context, or of a chain's. A block that shares only its first tokens with the
-    parent's belongs to the child."""
-    link = context if isinstance(context, Chain) else context.chain
-    if link is None:
-        return ((context, 0, _END),)
-    path: list[tuple[Owner, int, int]] = []
-    end = _END
-    while link is not None:
-        start = link.fork // block_size
-        if start < end:
-            path.append((link, start, end))
-            end = start
-        link = link.parent
-    return tuple(reversed(path))

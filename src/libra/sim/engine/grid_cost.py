@@ -121,7 +121,11 @@ class GridCost:
         self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
     ) -> int:
         each = self._passes + 1
-        if batch.requests + len(chunks) <= self._seqs and all(new == each for new, _ in chunks):
+        if (
+            chunks[0][0] == each
+            and batch.requests + len(chunks) <= self._seqs
+            and all(new == each for new, _ in chunks)
+        ):
             return self._uniform(batch, context, chunks, admitted)
         requests = batch.requests
         decoded = tokens = requests * batch.tokens_each

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from libra.sim.engine.block_pool import BlockPool, path_of
+from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.group_blocks import BlockTable, GroupBlock, Known, Prefix
@@ -35,8 +35,8 @@ class Holding:
 
 
 class GroupPool(BlockPool):
-    """A block pool that knows every block. Contexts' paths count tokens here, not blocks. Blocks are released in vLLM's
-    order: group by group, from the last of a context to the first."""
+    """A block pool that knows every block. Paths of contexts are in tokens, not in blocks. Like vLLM it releases blocks
+    group by group, from the last of a context to the first."""
 
     __slots__ = (
         *("_ahead", "_fresh", "_held", "_kinds", "_known", "_layouts"),
@@ -55,6 +55,7 @@ class GroupPool(BlockPool):
     ) -> None:
         """An iteration has up to `most_tokens` tokens. `ahead`: with asynchronous scheduling."""
         super().__init__(blocks, block_size, caching)
+        self.unit = 1
         self._most_tokens = most_tokens
         self._ahead = ahead
         self._steps = GroupSteps(layouts, ahead)
@@ -69,9 +70,6 @@ class GroupPool(BlockPool):
         self._fresh: set[Key] = set()  # states that this iteration computes: no other request of it can use them
 
     # Lookup
-
-    def path(self, context: Owner) -> Path:
-        return path_of(context, 1)
 
     def knows(self, owner: Owner) -> bool:
         return self.caching

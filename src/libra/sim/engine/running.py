@@ -22,14 +22,14 @@ from libra.sim.engine.tiers import Tiers
 def schedule(state: EngineState, now: int, most: int) -> bool:
     """Schedule an iteration of `state.flight`, of any kind, or up to `most` that only generate. They begin now, and end
     at `state.end`. Returns False if nothing fits."""
-    config, generation, tiers = state.config, state.flight.generation, state.tiers
+    config, pool, generation, tiers = state.config, state.pool, state.flight.generation, state.tiers
     state.chunk = None
     demand, partials = generation.demand(), tuple(state.partials)
     slots, left = 0, config.max_num_batched_tokens - generation.count  # of the budget
     if config.speculative is not None:
         slots = config.input_slots
         left = config.step_budget - generation.rows - slots * generation.count
-    fits = demand <= state.pool.free and left >= -slots and not generation.at_limit
+    fits = demand <= pool.blank + pool.findable and left >= -slots and not generation.at_limit
     still = tiers is None or (not tiers.restless(now) and tiers.quiet(demand) >= demand)
     if most and generation.count and not partials and fits and still and not _admits(state):
         plan_stretch(state, now, most)
@@ -234,10 +234,12 @@ def complete(state: EngineState) -> list[Request]:
     if done and finishing and finishing[0].admission < done[-1].admission:
         return _complete_in_order(state, done)
     for request in done:
-        _end(state, request)
+        finish(state, request, *stop_generating(state, request), state.end)
     if finishing:
         flight.finishing = []
-        done += [request for request in finishing if _ends_with_prompt(state, request)]
+        for request in finishing:
+            if _ends_with_prompt(state, request):
+                done.append(request)
     return done
 
 
@@ -249,17 +251,11 @@ def _complete_in_order(state: EngineState, done: list[Request]) -> list[Request]
     ended: list[Request] = []
     for request in both:
         if request not in finishing:
-            _end(state, request)
+            finish(state, request, *stop_generating(state, request), state.end)
         elif not _ends_with_prompt(state, request):
             continue
         ended.append(request)
     return ended
-
-
-def _end(state: EngineState, request: Request) -> None:
-    """End a request that has generated its last token."""
-    tokens, known = stop_generating(state, request)
-    finish(state, request, tokens, known, state.end)
 
 
 def _ends_with_prompt(state: EngineState, request: Request) -> bool:

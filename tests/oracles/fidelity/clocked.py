@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
+from tests.oracles.fidelity.vllm_schedule import Step, VllmEngine, name_of
 
 
 @dataclass(slots=True)

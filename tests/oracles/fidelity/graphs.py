@@ -14,24 +14,12 @@ from typing import cast, get_args
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from benchmarks.rows import Row
 from libra.cost.graphs import CudagraphMode, capture_sizes, graph_of
-
-GOAL = 10_000
 
 
 def differences(seeds: Iterable[int]) -> list[str]:
     """Messages on the cases in which the two differ."""
     return [found for found in map(_difference, seeds) if found is not None]
-
-
-def rows(cases: int) -> list[Row]:
-    found = differences(range(cases))
-    for difference in found[:10]:
-        print(difference)
-    return [
-        Row("CUDA graphs", "kind and size the dispatcher's", cases - len(found), "", f"all of {cases:,}", not found)
-    ]
 
 
 def _difference(seed: int) -> str | None:

@@ -13,23 +13,21 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import zip_longest
 
-from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps, vllm_schedule
-from benchmarks.fidelity.groups import random_ranks, simulated_ranks
-from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
-from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
-from benchmarks.fidelity.random_workloads import async_case, random_case
-from benchmarks.fidelity.variants import Tiered, random_tier, tiered_cluster, with_drafts, with_groups
-from benchmarks.fidelity.vllm_ranks import vllm_ranks
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
-from benchmarks.rows import Row
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps, vllm_schedule
+from tests.oracles.fidelity.groups import random_ranks, simulated_ranks
+from tests.oracles.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
+from tests.oracles.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
+from tests.oracles.fidelity.random_workloads import async_case, random_case
+from tests.oracles.fidelity.variants import Tiered, random_tier, tiered_cluster, with_drafts, with_groups
+from tests.oracles.fidelity.vllm_ranks import vllm_ranks
+from tests.oracles.fidelity.vllm_schedule import Step, VllmEngine
 
-CASE = "schedule, simulated and vLLM's"
 _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow that turns of a session overlap
 
 
@@ -113,14 +111,6 @@ def summary(compared: Iterable[Compared]) -> Compared:
         counts.update(case.counts)
     first = next((case.difference for case in cases if case.difference is not None), None)
     return Compared(len(cases), sum(case.equal for case in cases), counts, first)
-
-
-def rows(found: Compared) -> list[Row]:
-    return [
-        Row(CASE, "random workloads", found.cases, "", "500 or more", found.cases >= 500),
-        Row(CASE, "of which every step is equal", found.equal, "", "all", found.equal == found.cases),
-        *(Row(CASE, what, count, "") for what, count in found.counts.items()),
-    ]
 
 
 def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[Step, ...]:

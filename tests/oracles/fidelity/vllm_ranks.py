@@ -22,10 +22,10 @@ from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import DPEngineCoreProc
 
-from benchmarks.fidelity.clocked import alarms_of
-from benchmarks.fidelity.groups import Ranks, step_ticks
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from libra.sim.engine.request import Request
+from tests.oracles.fidelity.clocked import alarms_of
+from tests.oracles.fidelity.groups import Ranks, step_ticks
+from tests.oracles.fidelity.vllm_schedule import Step, VllmEngine
 
 
 def vllm_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ...]]:

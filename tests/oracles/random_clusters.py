@@ -1,4 +1,4 @@
-"""Random clusters and distributions of trajectories: cases that are planned, priced and simulated.
+"""Random clusters and distributions of trajectories: cases that are planned, and simulated beside their price.
 
 Invariant: a case is determined by its family and seed alone; no family is both fitted and tested. The planner, and the
 router of a whole run, know the case's observed trajectories and nothing that is simulated afterwards; engines,
@@ -13,12 +13,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-from benchmarks.evaluation.oracle import Oracle
 from libra import (
-    InfeasiblePlanError,
     ModelSpec,
     Planner,
     Recipe,
@@ -44,13 +40,13 @@ from libra.sim.of_plan import teach
 from libra.sim.planned_engines import planned_engines
 from libra.sim.workload.distributions import Constant, LogNormal, LongTail, Uniform
 from libra.sim.workload.generated import Agent, Tool, agent_trajectories
-from libra.trajectory import Trajectory, read_trajectories, truncate
+from libra.trajectory import Trajectory
+from tests.oracles.oracle_policy import Oracle
 
 # Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
 # are met, which is not the price's error.
 OBSERVED = 16_384
 OBSERVED_NUMBER = 1_000  # of their draw; batches have higher ones
-LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
 
 _ETHERNET = (12.5e9, 25e9, 50e9)  # bytes/s of a node
 MODELS = (
@@ -102,7 +98,7 @@ def make_case(
         for gpu in kinds
     )
     # An engine may be forbidden some degrees, as a run's images or habits do.
-    profiles = tuple(_some(profile, draw) for profile in _profiles(Cluster(nodes), model, recipe))
+    profiles = tuple(_some(profile, draw) for profile in profiles_of(Cluster(nodes), model, recipe))
     agents = FAMILIES[family](draw, max_length)
 
     def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
@@ -112,30 +108,7 @@ def make_case(
     return Case(name, Cluster(nodes), model, recipe, profiles, make)
 
 
-def logged_cases() -> list[Case]:
-    """48 A800 that roll out what recorded logs have, where these are at hand; a batch is drawn from a log."""
-    model = load_model("Qwen/Qwen3-14B")
-    nodes = NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, 25e9)
-    recipe = Recipe(batch=256, samples_per_prompt=8, max_length=32768, mode="sync")
-    cluster = Cluster((nodes,))
-    profiles = _profiles(cluster, model, recipe)
-    return [
-        Case(path.stem, cluster, model, recipe, profiles, _drawn_from(path, recipe.max_length))
-        for path in sorted(LOGS.glob("*.jsonl"))
-    ]
-
-
-def _drawn_from(path: Path, longest: int) -> Make:
-    log = [truncate(trajectory, longest) for trajectory in read_trajectories(path) if trajectory.finished]
-
-    def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
-        drawn = random.Random(number).choices(log, k=prompts * samples_per_prompt)
-        return tuple(replace(it, id=f"{it.id} {copy}") for copy, it in enumerate(drawn))
-
-    return make
-
-
-def _profiles(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
+def profiles_of(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
     """The data sheet's kernels, so that no random case lacks them, with what vLLM's process adds."""
     return engine_profiles(cluster, model, recipe, "roofline", host="default")
 
@@ -339,39 +312,3 @@ def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: i
     steps = simulate_posttraining(system, episodes, ahead + count + ahead).steps[ahead - 1 : ahead + count]
     each = tuple(step.ended - before.ended for before, step in pairwise(steps))
     return Steps(sum(each) / count, each, sum(step.training for step in steps[1:]) / count)
-
-
-# A cell of `step-price`
-
-FIRST_SEED = 3_000  # of its cases; those of the fits are below 1,000
-_ANOTHER = 1_000  # is added to the seed of a case that has no plan
-_DRAWS = 10
-
-
-def step(family: str, seed: int, staleness: int) -> dict[str, Any]:
-    """Predicted and simulated seconds of a step. A case that has no plan is left out, and another is drawn."""
-    if family not in TESTED or seed < FIRST_SEED:
-        raise ValueError(f"{family} {seed} may have been fitted to: give one of {TESTED} and {FIRST_SEED} or more")
-    for draw in range(_DRAWS):
-        case = make_case(family, seed + draw * _ANOTHER, staleness, gpus=("A800", "H800"), samples=(8, 16))
-        try:
-            plan, _ = routed_case(case)
-        except InfeasiblePlanError:
-            continue
-        simulated = simulate_steps(case, plan)
-        assert plan.layout is not None
-        return {
-            "drawn": case.name,
-            "devices": case.cluster.devices,
-            "model": case.model.name,
-            "experts": case.model.experts is not None,
-            "buckets": [[bucket.shape, bucket.engines, bucket.up_to] for bucket in plan.allocation.buckets],
-            "training_devices": plan.layout.devices,
-            "bottleneck": plan.predicted.bottleneck,
-            "predicted": plan.predicted.step,
-            "simulated": simulated.seconds,
-            "each": list(simulated.each),
-            "predicted_training": plan.predicted.training,
-            "simulated_training": simulated.training,
-        }
-    raise RuntimeError(f"{family}, seed {seed}: none of {_DRAWS} cases drawn has a plan; give another seed")

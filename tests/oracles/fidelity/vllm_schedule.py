@@ -57,11 +57,11 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.fidelity.connectors import PullConnector, TierConnector
 from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.speculative import Draws
+from tests.oracles.fidelity.connectors import PullConnector, TierConnector
 
 _NUMBER_DIGITS = 10  # vLLM breaks ties by comparing names as text
 _LONGEST_CONTEXT = 2**30  # tokens; of the model that is never run

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.fidelity.clocked import ClockedEngine, alarms_of, serve, simulated_steps
-from benchmarks.fidelity.variants import drawn_case
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
+from tests.oracles.fidelity.clocked import ClockedEngine, alarms_of, serve, simulated_steps
+from tests.oracles.fidelity.variants import drawn_case
+from tests.oracles.fidelity.vllm_schedule import Step, VllmEngine, name_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,6 @@ from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
-from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, alarms_of, simulated_steps
-from benchmarks.fidelity.variants import drawn_case, stretch, with_tier
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.clock import TICKS, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
@@ -25,6 +22,9 @@ from libra.sim.engine.request import Request
 from libra.sim.kv_network import KVNetwork
 from libra.sim.link import Network, link
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.clocked import ClockedEngine, TierWorker, alarms_of, simulated_steps
+from tests.oracles.fidelity.variants import drawn_case, stretch, with_tier
+from tests.oracles.fidelity.vllm_schedule import Step, VllmEngine, name_of
 
 
 @dataclass(frozen=True, slots=True)

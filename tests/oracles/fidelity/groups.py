@@ -19,10 +19,6 @@ from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds
 
-from benchmarks.fidelity.clocked import simulated_steps
-from benchmarks.fidelity.graphs import dispatcher
-from benchmarks.fidelity.variants import drawn_case, stretch
-from benchmarks.fidelity.vllm_schedule import Step
 from libra.cost.graphs import capture_sizes
 from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import RoundRobin
@@ -34,6 +30,10 @@ from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.clocked import simulated_steps
+from tests.oracles.fidelity.graphs import dispatcher
+from tests.oracles.fidelity.variants import drawn_case, stretch
+from tests.oracles.fidelity.vllm_schedule import Step
 
 _KINDS = {"NONE": 0, "PIECEWISE": 3, "FULL": 1}  # ticks of launching
 _WHOLE = 5  # ticks more of a step that is not divided into micro-batches

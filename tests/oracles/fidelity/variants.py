@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.fidelity.random_workloads import async_case, random_case
 from libra.hardware.kv_groups import KVGroup
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
@@ -17,6 +16,7 @@ from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import SEQUENTIAL, Speculative
 from libra.sim.workload.requests import Requests
+from tests.oracles.fidelity.random_workloads import async_case, random_case
 
 
 def with_drafts(config: EngineConfig, seed: int) -> EngineConfig:

@@ -5,7 +5,7 @@ leaves it earlier than `delay` seconds after it crossed. What a busy machine hol
 link itself goes on meanwhile. It holds no more than is under way on such a link and one piece of each connection, so a
 sender feels how slow it is.
 
-    python -m benchmarks.weights.slow_link --to PORT --rate 12.5e6 --delay 0.02
+    python -m tests.fakes.slow_link --to PORT --rate 12.5e6 --delay 0.02
 
 It listens on 127.0.0.1 and says where, as a line of JSON; then, for every line that it reads, how many bytes have
 crossed it in each direction. It ends with its standard input.
@@ -108,7 +108,7 @@ async def _serve(to: int, rate: float, delay: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights.slow_link")
+    parser = argparse.ArgumentParser(prog="python -m tests.fakes.slow_link")
     parser.add_argument("--to", type=int, required=True, metavar="PORT", help="where it leads, on 127.0.0.1")
     parser.add_argument("--rate", type=float, required=True, help="bytes a second in each direction")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that every byte is under way (default: 0)")

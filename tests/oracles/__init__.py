@@ -1,0 +1,1 @@
+"""Answers of their own that tests, and benchmarks, hold Libra's against."""
