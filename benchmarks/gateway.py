@@ -38,7 +38,7 @@ from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
 from benchmarks.command import RefusedError, command_line, show
 from benchmarks.rows import Row, below
-from benchmarks.soak.attack.servers import LONGEST, Server, emulate, started
+from tests.fakes.servers import LONGEST, Server, emulate, started
 
 MEDIAN_GOAL, P99_GOAL = 5.0, 25.0  # ms
 _TAIL = 0.99

@@ -39,7 +39,6 @@ from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.routing_plans import SEARCH, Question, batch_seconds, halves, question
 from benchmarks.rows import Row
-from benchmarks.soak.attack.servers import answering, started, wait_until_healthy
 from libra.config.listeners import EMULATOR
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
@@ -49,6 +48,7 @@ from libra.serve.http import serving
 from libra.sim.deployment import Deployment
 from libra.sim.of_plan import planned_run
 from libra.trajectory import Trajectory, read_trajectories, write_trajectories
+from tests.fakes.servers import answering, started, wait_until_healthy
 
 OURS, STICKY = "libra", "sticky_least_loaded"
 RIVALS = (STICKY, "cache_aware", "power_of_two", "consistent_hash", "round_robin")

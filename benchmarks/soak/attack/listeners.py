@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rows import Row, below, never
-from benchmarks.soak.attack.servers import Server, emulate, route, started
+from tests.fakes.servers import Server, emulate, route, started
 
 ATTACK = "idle, slow and large"
 _FILES = 256  # limit of open files of each process that is attacked

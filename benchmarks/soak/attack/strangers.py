@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.rows import Row, never
-from benchmarks.soak.attack.servers import Server, emulate, route, started
 from libra.backends.weights.grid import Grid
 from libra.lend.backend.device_page import LendingError
 from libra.lend.backend.serving_token import ServingToken
 from libra.lend.weights.wire import Hello, pack
+from tests.fakes.servers import Server, emulate, route, started
 
 ATTACK = "another user"
 _READ, _ENDED, _TAKEN = (

@@ -54,12 +54,12 @@ class Server:
         self.process.wait()
 
 
-def start(*words: object, files: int | None = None) -> Server:
-    """Start `python -m WORDS`. `files`: its limit of open files, soft and hard."""
+def start(*words: object, files: int | None = None, soft: bool = False) -> Server:
+    """Start `python -m WORDS`. `files`: its limit of open files, soft and hard; or `soft` alone, as a user's shell."""
     command = [sys.executable, "-m", *map(str, words)]
     if files is not None:
-        command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *command]
-    process = _process(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+        command = ["bash", "-c", f'ulimit {"-Sn" if soft else "-n"} {files} && exec "$@"', "bash", *command]
+    process = _process(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert process.stdout is not None
     if not (line := process.stdout.readline()):
         raise RuntimeError(f"{' '.join(map(str, words))} ended with status {process.wait()}")
