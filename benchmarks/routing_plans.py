@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.command import command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_most
 from libra import (
     Cluster,
     ModelSpec,
@@ -211,8 +211,8 @@ def rows_of(asked: Question, found: Mapping[str, Mapping[str, float]]) -> Iterat
     for measure, its in found.items():
         yield Row(asked.name, f"{measure}: {LEAST_LOADED}", its[LEAST_LOADED], "s")
         for route in (OURS, ORACLE):
-            goal = (f"at most {MOST}", its[route] <= MOST) if route == OURS else (None, None)
-            yield Row(asked.name, f"{measure}: {route} / {LEAST_LOADED}", its[route], "x", *goal)
+            most = MOST if route == OURS else None
+            yield at_most(asked.name, f"{measure}: {route} / {LEAST_LOADED}", its[route], "x", most)
 
 
 def rows(options: Namespace) -> Iterator[Row]:
