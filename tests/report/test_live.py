@@ -207,8 +207,8 @@ def test_a_short_simulation_leaves_no_trace() -> None:
 def test_a_log_file_gets_a_line_now_and_then() -> None:
     shown = moments(io.StringIO(), Clock(), 1.0, LOG_SECONDS, LOG_SECONDS + 1, 2 * LOG_SECONDS)
     assert shown.splitlines() == [
-        "simulated 1.00 s: 9 of 10 requests that came have ended",
-        "simulated 3.00 s: 27 of 30 requests that came have ended",
+        "simulated 1.00 s: 9 of 10 requests that arrived have ended",
+        "simulated 3.00 s: 27 of 30 requests that arrived have ended",
     ]
 
 
@@ -293,7 +293,7 @@ def test_a_run_says_how_long_its_steps_will_take() -> None:
 
 def test_a_terminal_gets_a_line_that_moves_and_goes() -> None:
     shown = moments(Terminal(), Clock(), 1.0, 2.0, 3.0)
-    assert "requests that came have ended" in shown
+    assert "requests that arrived have ended" in shown
     assert "requests" not in shown.splitlines()[-1]
 
 

@@ -304,7 +304,10 @@ def test_a_router_has_a_page_and_sends_spans(tmp_path: Path) -> None:
 def test_a_page_or_a_collector_that_cannot_be_is_refused_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        refused = {"--otel": ("collector:4318", "--otel holds no address"), "--page": (port, f"127.0.0.1:{port}")}
+        refused = {
+            "--otel": ("collector:4318", "--otel: not the address of a collector"),
+            "--page": (port, f"127.0.0.1:{port}"),
+        }
         for option, (value, says) in refused.items():
             command = [*LIBRA, "route", "--engine", "http://127.0.0.1:9", "--port", "0", option, value]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

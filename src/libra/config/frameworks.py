@@ -15,7 +15,7 @@ from libra.config.yaml_file import unknown
 
 @dataclass(frozen=True, slots=True)
 class TrainingFamily:
-    """Training layouts of one backend of a framework. A degree that is not listed is 1."""
+    """Training layouts of one backend of a framework. A degree whose field is false is 1."""
 
     name: str
     tensor: bool = False
@@ -36,7 +36,7 @@ class Framework:
     whole_nodes: bool = False  # training and rollout share no node, unless there is only one
     pairs: bool = False  # prefill/decode pairs
     engines_over_nodes: bool = False  # an engine may be several whole nodes
-    router: str | None = None  # nearest policy of `libra.route.catalogue`; None: it brings no router
+    router: str | None = None  # nearest policy of `libra.route.catalogue`; None: the framework has no router
     staleness: str = ""  # unit in which its configuration bounds staleness
     most_staleness: int | None = None  # versions; None: any bound can be set
 

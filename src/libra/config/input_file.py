@@ -15,7 +15,9 @@ MOST = 2**53  # largest whole number in a file: floats are exact up to this numb
 
 
 def beyond_floats(found: object) -> bool:
-    """Whether `value`, or a value nested in it, is a whole number above `MOST`, with which computing could overflow."""
+    """Whether `found`, or a value nested in it, is a whole number beyond `MOST`. Arithmetic with such numbers may
+    overflow.
+    """
     if isinstance(found, int):
         return abs(found) > MOST
     if isinstance(found, list | tuple):

@@ -55,7 +55,7 @@ class WeightsLimits:
 
 GATEWAY = HttpLimits(connections=32_768, descriptors=2, body_base=16 * MEBIBYTE)  # prompts may hold images
 EMULATOR = HttpLimits(connections=65_536)
-EPISODES = HttpLimits(connections=16_384, idle_seconds=600.0)  # an environment thinks between its turns
+EPISODES = HttpLimits(connections=16_384, idle_seconds=600.0)  # an environment may compute for minutes between turns
 METRICS = HttpLimits(connections=16, idle_seconds=10.0)  # this listener reads no body
 WEIGHTS = WeightsLimits()
 

@@ -75,7 +75,7 @@ class Recipe(Section):
     batch: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # trajectories trained on in one step
     samples_per_prompt: _Count  # trajectories of one prompt; they are compared with each other, and divide `batch`
     max_length: _Count  # longest context of a trajectory, in tokens
-    # async: generation and training overlap; sync: they take turns on their own devices; colocated: on the same ones.
+    # async: generation and training overlap; sync: they take turns on separate devices; colocated: on the same devices.
     mode: Mode = "async"
     # Versions that a trajectory's oldest token may lag behind the trained policy. Default: 1 when async, 0 otherwise.
     staleness: int = Field(default_factory=lambda given: 1 if given["mode"] == "async" else 0, strict=True, ge=0)
@@ -84,7 +84,7 @@ class Recipe(Section):
     # Whether training accumulates gradients of complete groups while other groups are still generated.
     early_gradients: bool = Field(default=False, strict=True)
     kv_on_update: KVOnUpdate = "keep"
-    # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
+    # A frozen model that scores every trajectory: none, in device memory, or loaded from the host in each step.
     reference: Literal["none", "resident", "offloaded"] = "none"
     dtype: Dtype = "bf16"  # of training's compute; fp8: the layers' products in FP8, weights in bf16
     # Type of the engines' weights: bf16, or a `quantization` of vLLM; None: the checkpoint's type.
@@ -108,8 +108,8 @@ class Recipe(Section):
     max_buckets: _Count = 4  # number of buckets: ranges of final context that have their own engines
     # Framework that will carry the plan out, a name of `libra.config.frameworks`: it restricts the menu. null: any.
     framework: Annotated[str, Field(strict=True)] | None = None
-    # Policy that will route the turns: a name of `libra.route.catalogue`, or path.py:Class. By default cmlfq, or the
-    # router that the framework brings.
+    # Policy that will route the turns: a name of `libra.route.catalogue`, or path.py:Class. Default: the framework's
+    # router, or cmlfq without one.
     router: str = Field(default_factory=lambda given: _router_of(given["framework"]), strict=True, min_length=1)
     # Share of a trajectory's work after its first tool return that runs in its own bucket; null: the measured share.
     router_hit: _Share | None = None
@@ -148,7 +148,8 @@ class Recipe(Section):
             )
         if self.lora_rank is None and self.lora_targets != "all":
             raise ValueError(
-                f"lora_targets is {self.lora_targets}, but lora_rank is not given: give it, or leave it out"
+                f"lora_targets is {self.lora_targets}, but lora_rank is not given: set lora_rank, or remove"
+                " lora_targets"
             )
         if self.dtype == "fp32" and self.rollout_dtype is None:
             raise ValueError("dtype is fp32, but engines are priced in 8 or 16 bits: set rollout_dtype to bf16 or fp8")

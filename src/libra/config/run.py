@@ -69,14 +69,14 @@ class ClusterConfig(Section):
     core: PositiveInt = 1  # always train
     hybrid: int = Field(default=1, ge=0)  # train or generate
     rollout: int = Field(default=2, ge=0)  # always generate
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where vLLM is built for it and there is a GPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if vLLM is built for CUDA and there is a GPU
     share: PositiveFloat = 0.45  # of one core, or of one GPU, per slot
     gpus: PositiveInt = 1  # GPUs of a slot, with cuda; an engine or replica divides its model among them
     # Devices of each slot, core trainers first: GPU numbers of nvidia-smi, or a CPU core. None: free devices, spread
     # evenly.
     placement: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | None = None
     port: int = Field(default=0, ge=0, le=65535)  # port of the rendezvous of training replicas; 0: any free port
-    losses_per_hour: PositiveInt = 3  # number of losses after which a slot or a Ray node is retired
+    losses_per_hour: PositiveInt = 3  # losses within an hour after which a slot or a Ray node is retired
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
@@ -112,7 +112,7 @@ class ClusterConfig(Section):
 
     @property
     def engine_gpus(self) -> int:
-        """Minimum of GPUs of a slot that generates."""
+        """Smallest number of GPUs of a slot that generates."""
         return self.gpus if self.placement is None else min(map(len, self.placement[self.core :]), default=1)
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class ShapeConfig(Section):
     sleeps: bool = True  # on GPUs: when a slot starts to train, its engine's process stays and frees its memory
 
 
-LENT = "lent"  # name in buckets of the shape of engines on devices that serve users
+LENT = "lent"  # shape of engines on devices that serve users, as named in buckets
 LendingRule = Literal["gate", "serve-first", "naive", "published", "fixed", "off"]
 
 
@@ -187,7 +187,7 @@ class TrainingConfig(Section):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
     sharding: Literal["none", "fsdp2"] = "none"  # none: each process holds the whole model; fsdp2: a shard of it
-    temperature: float = Field(default=1.0, gt=0, le=2)  # vLLM takes no higher one
+    temperature: float = Field(default=1.0, gt=0, le=2)  # vLLM accepts no higher temperature
     kv_on_update: KVOnUpdate = "keep"
 
     @property
@@ -249,7 +249,7 @@ class RunConfig(Section):
     planner: PlannerConfig = PlannerConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracking: Literal["wandb", "trackio", "tensorboard", "mlflow"] | None = (
-        None  # experiment tracker beside the records
+        None  # experiment tracker in addition to the records
     )
     otel: str | None = None  # collector of OpenTelemetry spans; None: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set
     lending: Annotated[LendingKeys, OfRoom("lending")] | None = None

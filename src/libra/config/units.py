@@ -35,7 +35,7 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z][A-Za-z/]*)\s*")
 
 
 def quantity(field: str, given: object, units: Mapping[str, float]) -> float:
-    """The text `given` for `field` in base units. Raises ValueError that lists the units understood.
+    """Parse the text `given` for `field` into base units. Raises a ValueError that lists the known units.
 
     >>> quantity("link", "400 Gb/s", RATES) == quantity("link", "50 GB/s", RATES) == 50e9
     True
@@ -50,8 +50,8 @@ def quantity(field: str, given: object, units: Mapping[str, float]) -> float:
 
 
 def duration(field: str, given: str, plausible: float = inf) -> float:
-    """Seconds of a text such as `50ms`, `1s` or `0.05` (seconds). Raises ValueError that names the field, also if a
-    number without a unit is more than `plausible`.
+    """Parse seconds from a text such as `50ms`, `1s` or `0.05` (seconds). Raises a ValueError that names the field,
+    also if a number without a unit is more than `plausible`.
 
     >>> duration("ttft", "50ms"), duration("ttft", "1.5")
     (0.05, 1.5)

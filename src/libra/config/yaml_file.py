@@ -102,7 +102,7 @@ def read_section(path: Path | str, schema: type[S], example: str, overrides: dic
 
 
 def checked(path: Path, schema: type[S], data: object) -> S:
-    """`data`, found in the file, as a `schema`. Raises `ConfigError`."""
+    """Validate `data` from the file as a `schema`. Raises `ConfigError`."""
     try:
         return valid(schema, data)
     except ValueError as error:
@@ -110,7 +110,9 @@ def checked(path: Path, schema: type[S], data: object) -> S:
 
 
 def valid(schema: type[S], data: object, within: str = "") -> S:
-    """`data`, found at the dotted key `within`, as a `schema`. Raises ValueError that begins with the key."""
+    """Validate `data`, found at the dotted key `within`, as a `schema`. Raises a ValueError whose message begins with
+    the key.
+    """
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -144,7 +146,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def _read_mapping(path: Path, example: str, quoted: bool) -> dict[str, Any]:
-    """`quoted`: whether messages may quote the file."""
+    """Read the file as a mapping of keys. `quoted`: whether messages may quote the file."""
     try:
         text = read_input(path).decode()
     except OSError as error:

@@ -61,7 +61,7 @@ def _engines(name: str, lines: Sequence[ServeLine]) -> Iterator[dict[str, object
         "ports": [{"containerPort": FIRST_PORT}],
         "resources": {"limits": {"nvidia.com/gpu": len(first.gpus)}},
         "readinessProbe": {"httpGet": {"path": "/health", "port": FIRST_PORT}, "periodSeconds": 5},
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # NCCL's, between the GPUs of an engine
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # for NCCL, between the GPUs of an engine
     }
     template = {
         "metadata": {"labels": labels},
@@ -90,7 +90,7 @@ def _route(file: str) -> Iterator[dict[str, object]]:
         "image": _ROUTER,
         "args": [*words, "--token-file", "/etc/libra-token/token"],
         "ports": [{"containerPort": _ROUTER_PORT}],
-        "securityContext": {"runAsUser": 0},  # root owns secret volumes, and the router takes only its owner's token
+        "securityContext": {"runAsUser": 0},  # root owns secret volumes; the router accepts only its user's token
         "volumeMounts": [
             {"name": "file", "mountPath": "/etc/libra"},
             {"name": "token", "mountPath": "/etc/libra-token", "readOnly": True},

@@ -57,7 +57,7 @@ class DeviceSplit:
     train_class: NodeClass  # the nodes that training is on
     rollout_class: NodeClass  # the nodes of the first engine
     layout: ParallelLayout
-    family: str  # of the framework's training families; empty where it has none
+    family: str  # one of the framework's training families; empty if it has none
     engines: tuple[Engines, ...]  # by bucket, then role
     replicas: tuple[DeviceGroup, ...]  # that train
 

@@ -48,7 +48,7 @@ def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[
         raise ValueError("afd: vllm serve cannot separate attention from experts; search without attention-ffn")
     if section.kv_tiers:
         raise ValueError(
-            "kv_tiers: vllm serve needs a connector of yours for these; remove kv_tiers, and add the "
+            "kv_tiers: vllm serve needs your own KV connector for tiers; remove kv_tiers, and add the "
             "connector's flags yourself"
         )
     each = section.tensor_parallel_size * section.pipeline_parallel_size * section.data_parallel_size

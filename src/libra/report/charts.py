@@ -44,7 +44,7 @@ class Figure:
     note: str
     chart: Markup = NO_CHART
     legend: Legend = ()
-    wide: bool = False  # has the page for itself, or is beside another one
+    wide: bool = False  # as wide as the page; otherwise two figures share a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def column_figure(
 
 @unchecked
 def pair_figure(title: str, note: str, pairs: Sequence[Pair], sides: Legend, x_label: str, y: Axis) -> Figure:
-    """Pairs of bars across the page. Without room for the notes, they are only in the titles."""
+    """Pairs of bars across the page. If there is no room for the notes, only the titles contain them."""
     rows, notes = [], []
     for number, pair in enumerate(pairs):
         look = {"opacity": 0.4 if pair.faded else 1.0, "description": pair.title}
@@ -168,7 +168,7 @@ def pair_figure(title: str, note: str, pairs: Sequence[Pair], sides: Legend, x_l
 
 
 def _legend(series: Sequence[Series]) -> Legend:
-    """The legend of several series; None for a single series. Pieces of one line count once."""
+    """The legend of several series; empty for a single series. Pieces of one line count once."""
     names = tuple(dict.fromkeys((one.name + (" (dots)" if one.dots else ""), one.colour) for one in series))
     return names if len(names) > 1 else ()
 

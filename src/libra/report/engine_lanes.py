@@ -16,7 +16,7 @@ from libra.report.vega import Axis
 from libra.report.words import count, duration, percent
 from libra.sim.training_run.outcome import EngineSpan, SimulatedRun, SimulatedStep
 
-MAX_ENGINES = 47  # lanes of engines, evenly from all buckets; with the trainer's a page high
+MAX_ENGINES = 47  # lanes of engines, evenly from all buckets; with the trainer's lane they fill a page
 MAX_STEPS = 60  # spans of a lane: more are narrower than a line
 
 

@@ -27,7 +27,7 @@ from libra.report.words import duration, percent, plain, plural
 MOST_REJECTED = 50  # of one kind: there may be thousands
 _GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"
 _BUSY, _BOUNDING = ROLES[Role.ROLLOUT], ROLES[Role.FAILED]
-_TALLEST = 2.0  # steps; what takes longer would flatten the crossing
+_TALLEST = 2.0  # in steps; longer times would flatten the crossing
 
 
 def explain_page(

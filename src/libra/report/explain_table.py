@@ -34,7 +34,7 @@ def against_sentences(found: Against) -> tuple[str, ...]:
     """Sentences that compare a split with the plan, and name the side that waits in each."""
     own, plan = found.split, found.plan
     compared = "as long as" if abs(found.longer) < LEAST_LOSS else f"{signed_percent(found.longer, 1)} against"
-    idle = f" No engines fill {plural(found.idle, 'GPU')} of it." if found.idle else ""
+    idle = f" No engine uses {plural(found.idle, 'GPU')} of the split." if found.idle else ""
     steps = f"a step of {duration(own.step)}, {compared} the plan's {duration(plan.step)} ({_split(plan)})"
     return (
         f"{_split(own)}: {steps}.{idle}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from libra.plan.explain.framework_cost import FrameworkCost
 from libra.report.words import duration, percent, printable
 
-_NOTHING = 5e-4  # relative: what the solver trades for moves and devices
+_NOTHING = 5e-4  # relative difference that the solver accepts to save moves and devices
 
 
 def framework_sentence(cost: FrameworkCost | None) -> tuple[str, ...]:

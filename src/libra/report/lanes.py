@@ -59,7 +59,7 @@ def lane_figure(
     """
     assert x.ends is not None
     named = any(lane.name for lane in lanes)
-    room = 3.4 if density else 0.0  # lanes above the first one
+    room = 3.4 if density else 0.0  # for the density, in lanes
     y = _lane_axis(lanes, room)
     empty = [
         {"x": x.ends[0], "x2": x.ends[1], "y": n + 0.12, "y2": n + 0.88, "description": it.name}
@@ -119,9 +119,9 @@ def _span_labels(lanes: Sequence[Lane], x: Axis, y: alt.Y, beside: bool) -> list
         return []
     assert x.ends is not None
     start, end = (number_on(value, x) for value in x.ends)
-    px = (FULL - (20 if beside else 190)) / (end - start)  # of one on the axis
+    px = (FULL - (20 if beside else 190)) / (end - start)  # pixels per unit of the axis
     left: list[dict[str, Any]] = []
-    right: list[dict[str, Any]] = []  # of a place, as words inside of a span are right of its start
+    right: list[dict[str, Any]] = []  # of a position; labels inside a span are right of its start
     for number, lane in enumerate(lanes):
         for span in lane.spans:
             width = (len(span.label) * LETTER + 8) / px

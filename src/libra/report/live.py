@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # a run needs no simulator
     from libra.sim.simulate import Elapsed
 
 REFRESH_SECONDS = 0.25  # one refresh costs a few milliseconds: about 1 % of a core
-PLAIN_SECONDS = 5.0  # between signs of life in a log file
-FIRST_SECONDS = 1.0  # of a simulation before anything is shown: most have ended by then
-LOG_SECONDS = 10.0  # between lines about a simulation
+PLAIN_SECONDS = 5.0  # between progress lines in a log file
+FIRST_SECONDS = 1.0  # before a simulation shows progress: most have ended by then
+LOG_SECONDS = 10.0  # between progress lines of a simulation in a log file
 
 _COLOURS = {
     Role.TRAIN: "yellow",
@@ -248,7 +248,7 @@ class SimulationProgress:
         now = self._clock()
         if now < self._due:
             return  # the pace is measured between the moments that are shown
-        ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
+        ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that arrived have ended"
         if self._requests is not None:
             left = self.left(moment.ended, self._requests)
             ended = f"{count(moment.ended)} of {count(self._requests)} requests have ended{left}"

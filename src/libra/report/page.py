@@ -19,9 +19,9 @@ from libra.records.causes import Cause
 from libra.report import words
 from libra.report.charts import Figure
 
-# One colour for each role and each cause on all pages: making tokens or gradients has a full colour, waiting a pale
-# one, changing and failing the colour of that role. Those of roles are from the palette of Okabe and Ito (2008), which
-# colour-blind people can distinguish.
+# Each role and each cause has one colour on all pages. Making tokens or gradients has a full colour, and waiting a pale
+# one. A change or a failure has the colour of its role. The colours of roles are from the palette of Okabe and Ito
+# (2008), which colour-blind people can distinguish.
 ROLES: dict[Role, str] = {
     Role.TRAIN: "#e69f00",
     Role.ROLLOUT: "#56b4e9",
@@ -30,7 +30,7 @@ ROLES: dict[Role, str] = {
     Role.IDLE: "#d5dae0",
     Role.FAILED: "#d55e00",
 }
-BUCKETS = ("#56b4e9", "#0072b2", "#003f63")  # of engines that serve one: a hue, differing in lightness
+BUCKETS = ("#56b4e9", "#0072b2", "#003f63")  # of engines by bucket: one hue, differing in lightness
 
 CAUSES: dict[Cause, str] = {
     Cause.GENERATING: ROLES[Role.ROLLOUT],

@@ -28,7 +28,7 @@ from libra.report.words import (
     signed_percent,
 )
 
-SURPRISE = 0.10  # relative difference of simulated and predicted step that is shown
+SURPRISE = 0.10  # relative difference of simulated and predicted step that causes a warning
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def proof_sentence(plan: Plan) -> str:
 
 
 def step_words(step: RehearsedStep) -> str:
-    """`5 min 2 s ± 10 s`."""
+    """Text of a simulated step, such as `5 min 2 s ± 10 s`."""
     return duration(step.seconds) + ("" if step.error is None else f" ± {duration(step.error)}")
 
 
@@ -79,7 +79,7 @@ def finalist_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def finalists_table(plan: Plan) -> Table:
-    """`finalist_rows` for a terminal, if the plan has any."""
+    """The `finalist_rows` of a plan as a table for a terminal."""
     table = Table("the best with", *map(number, ("predicted", "simulated", "slower")), title="Finalists")
     for words, *figures in finalist_rows(plan):
         table.add_row(cell(words), *figures)
@@ -94,7 +94,7 @@ def finalists_table(plan: Plan) -> Table:
 
 
 def roles_of(allocation: Allocation) -> str:
-    """`2 ranks train, 3 a800/tp2 to 11,162 + 1 a800/tp8 to 40,960`; ranks are data-parallel ones."""
+    """Text such as `2 ranks train, 3 a800/tp2 to 11,162 + 1 a800/tp8 to 40,960`. Ranks are data-parallel ranks."""
     several = len(allocation.buckets) > 1
     engines = " + ".join(
         f"{bucket.engines} {bucket.shape}" + (f" to {bucket.up_to:,}" if several else "")

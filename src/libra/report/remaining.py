@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-_RECENT = 20  # steps that the pace is the mean of: a run that becomes slower is followed, one slow step is not
-_FALLS = 0.1  # share of an estimated total by which it may fall and count as known
-_HOLDS = 0.1  # share of it that is done meanwhile
+_RECENT = 20  # steps in the mean pace: it follows a run that becomes slower, but not one slow step
+_FALLS = 0.1  # share by which an estimated total may fall and still count as stable
+_HOLDS = 0.1  # share of the total that is done while the total is stable
 
 
 class RemainingTime:
@@ -19,7 +19,7 @@ class RemainingTime:
     def __init__(self, *, estimated: bool = False, uneven: bool = False) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=None if uneven else _RECENT + 1)
         self._estimated = estimated
-        self._most, self._fell = 0, 0  # the highest total since the last one that fell, and steps done by then
+        self._most, self._fell = 0, 0  # highest total since the last fall, and steps done at that fall
 
     def observe(self, done: int, total: int, now: float) -> float | None:
         """Seconds for the remaining steps if `done` steps are done at `now`; None if unknown, as before the second

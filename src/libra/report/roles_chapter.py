@@ -20,7 +20,7 @@ from libra.sim.outcome.result import SimulationResult
 from libra.sim.outcome.transfer_metrics import finished_transfers, kept_blocks, ttft_parts
 from libra.sim.outcome.transfers import Transfers, link_use
 
-# What waits is pale, what works is in full colour.
+# Waiting is pale, and work has a full colour.
 _COLOURS = {
     "queueing": "#bcdaf0",
     "waiting for prefill": "#bcdaf0",
@@ -33,7 +33,7 @@ _COLOURS = {
 }
 _PULLED = ("waiting for prefill", "prefill", "waiting to pull", "KV transfer", "decode")
 _PUSHED = ("waiting for decode", "waiting for prefill", "prefill", "KV transfer", "decode")
-_ARRIVALS = 60  # stretches of time whose requests have a column
+_ARRIVALS = 60  # intervals of arrival, each with a column
 
 
 def roles_chapter(view: SimulationView) -> Chapter | None:

@@ -1,8 +1,8 @@
 """The bottleneck of a run with prefill engines and decode engines.
 
 If requests wait for a quarter of their time or more, the bottleneck is the part with the longest wait. Otherwise it is
-the part that takes longest or, if engines of both roles are mostly idle, a lack of requests. If only waiting requests
-hold blocks, a wait for blocks counts as a wait for what these requests wait for.
+the part that takes longest or, if engines of both roles are mostly idle, a lack of requests. If requests that wait for
+another part hold most blocks, a wait for blocks counts as a wait for that part.
 """
 
 from __future__ import annotations
@@ -48,13 +48,11 @@ class RolesView:
     metrics: TransferMetrics
     engines: dict[RoleName, int]
     busy: dict[RoleName, float]  # mean over the engines of each role
-    links: float  # share of their bandwidth that prefill engines sent, or decode engines received: the larger
+    links: float  # used share of the bandwidth of prefill engines or decode engines: the larger
     waits: dict[Bottleneck, float]  # mean seconds for which a request waits for prefill, the link, decode
     waited_seats: float | None  # share of the waiting for decode engines at full `max_num_seqs`; None: not recorded
-    waited_kept: (
-        float | None
-    )  # share of prefill engines' blocks that was kept for transfers, mean over the waiting there
-    waited_pulls: float | None  # share of decode engines' blocks that was reserved for incoming KV, likewise a mean
+    waited_kept: float | None  # share of prefill engines' blocks kept for transfers, mean over waiting requests
+    waited_pulls: float | None  # share of decode engines' blocks reserved for incoming KV, the same mean
     bottleneck: Bottleneck
     why: str  # a sentence
 

@@ -13,9 +13,9 @@ from libra.report.router_view import EndedLength, EngineView, RouterView, Sessio
 from libra.report.vega import Axis, ends
 from libra.report.words import count, duration, fine_duration, percent, plain, plural
 
-_AT_A_TIME = 64  # trajectories of which a point of the lengths is made
+_AT_A_TIME = 64  # trajectories behind each point of the lengths
 _TURNS = 6  # of a session, the latest
-_SHOWN = 12  # sessions, and decisions, before somebody opens the rest
+_SHOWN = 12  # sessions, and decisions, that are visible before a reader opens the rest
 
 Row = tuple[str | Bar, ...]
 

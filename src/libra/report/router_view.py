@@ -26,8 +26,8 @@ class EngineView:
     generated_tokens: int
     running: int | None = None  # requests in its batch
     waiting: int | None = None  # requests in its queue
-    kv_share: float | None = None  # of its KV memory, that is held
-    token_seconds: float | None = None  # expected for a generated token of one more turn; None: not known yet
+    kv_share: float | None = None  # share of its KV memory in use
+    token_seconds: float | None = None  # expected seconds per generated token of one more turn; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class RouterView:
     samples: tuple[TrafficSample, ...]
     ended: tuple[EndedLength, ...]
     waiting: int  # turns
-    turns: int  # answered since the start, as the next four
+    turns: int  # answered since the start, like the next four fields
     prompt_tokens: int
     generated_tokens: int
     retries: int

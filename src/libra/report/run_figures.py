@@ -35,7 +35,7 @@ _QUANTILES = (
 )
 _REWARD, _TOKENS = "var(--blue)", "var(--green)"
 _PREDICTED, _MEASURED, _OTHER = "#aab4bf", "var(--blue)", "#8a949e"
-_PARTS = (  # of a step: the trainer's seconds add up to it
+_PARTS = (  # the trainer's seconds, which add up to a step
     ("train", "train_seconds", ROLES[Role.TRAIN]),
     ("exchange gradients", "exchange_seconds", CAUSES[Cause.EXCHANGING]),
     ("publish weights", "publish_seconds", ROLES[Role.DRAINING]),
@@ -44,7 +44,7 @@ _PARTS = (  # of a step: the trainer's seconds add up to it
     ("held at a boundary", "held_seconds", CAUSES[Cause.BOUNDARY]),
     ("wait for a batch", "wait_seconds", ROLES[Role.IDLE]),
 )
-_MARKED_LOSSES = 12  # more would hide what they are drawn over
+_MARKED_LOSSES = 12  # more markers would hide the curves
 
 
 def run_figures(log: RunLog) -> dict[str, tuple[Figure, ...]]:

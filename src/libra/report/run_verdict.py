@@ -15,7 +15,7 @@ from libra.records.schema import Evaluation, PeriodRecord, StepRecord
 from libra.report.page import Tile
 from libra.report.words import BOTTLENECK_WORDS, count, duration, percent, plain, plural, signed_duration, size
 
-LOSSES = "Lost workers"  # the table of them
+LOSSES = "Lost workers"  # title of their table
 
 
 def headline(log: RunLog) -> str:

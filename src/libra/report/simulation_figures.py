@@ -22,7 +22,7 @@ from libra.sim.outcome.over_time import mean_present_by
 Rows = NDArray[np.float64]  # [engine, bin]
 
 COLOURS = ("var(--blue)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_MOST_LINES = len(COLOURS)  # engines with a line each; of more, mean and extremes are drawn
+_MOST_LINES = len(COLOURS)  # engines with a line each; more engines get lines for mean and extremes
 _MOST_MARKERS = 12
 _NEUTRAL = "#8a949e"
 _LONG = 2.5  # times P99: a longer maximum would flatten the curve
@@ -44,7 +44,7 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
     if view.metrics.trajectories:
         shown.append(("Trajectories", [("first arrival to last finish", took["trajectory_latency"])]))
     drawn = [(title, curves) for title, curves in shown if len(curves[0][1])]
-    # Two in a line; of an odd number the last one has a line to itself.
+    # Two figures share a row; the last of an odd number has a row to itself.
     wide = len(drawn) if len(drawn) % 2 else 0
     return tuple(
         _distribution(title, curves, wide=place == wide) for place, (title, curves) in enumerate(drawn, start=1)
@@ -56,7 +56,7 @@ class TimeAxis:
     """A time axis of equal intervals, from the first arrival to the last end."""
 
     edges: NDArray[np.int64]  # ticks
-    since: NDArray[np.float64]  # the first arrival, of each edge, in the axis' unit
+    since: NDArray[np.float64]  # time of each edge since the first arrival, in the unit of the axis
     axis: Axis
     markers: Sequence[Marker]  # engines stop for new weights
 

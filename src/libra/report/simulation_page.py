@@ -23,7 +23,7 @@ from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
 from libra.sim.outcome.metrics import EngineMetrics
 
 MOST_ENGINES = 64  # rows of the page's table of engines
-_LONGEST_VALUE = 300  # letters of a setting: a list of arrival times may be millions
+_LONGEST_VALUE = 300  # letters of a setting: a list of arrival times may have millions
 
 
 def simulation_page(view: SimulationView, title: str) -> str:

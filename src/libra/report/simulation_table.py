@@ -49,8 +49,8 @@ ENGINE_NUMBERS = (
     "cache_hit_rate",
     "preemptions",
 )
-_SPARED_FIRST = ("preemptions", "kv_share", "requests", "cache_hit_rate", "kv_peak_share")  # where room is wanting
-_FRAME = 3  # characters that a column takes besides its text
+_SPARED_FIRST = ("preemptions", "kv_share", "requests", "cache_hit_rate", "kv_peak_share")  # if the terminal is narrow
+_FRAME = 3  # characters of a column in addition to its text
 
 
 def simulation_tables(view: SimulationView, width: int = 100) -> tuple[Table, ...]:

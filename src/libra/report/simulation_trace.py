@@ -25,10 +25,10 @@ from libra.sim.outcome.occupancy import EngineSeries
 from libra.sim.outcome.result import ENDS, SimulationResult
 from libra.sim.outcome.transfers import Transfers, link_use
 
-_COUNTERS = 0.4  # of the events at most
+_COUNTERS = 0.4  # largest share of the events
 _NANOSECOND = TICKS // 10**9
-_NOWHERE = 0  # group of requests that were sent to no engine; those of engines follow
-_PAUSES = 1  # row of a group; those of requests follow
+_NOWHERE = 0  # group of requests that were sent to no engine; groups of engines follow
+_PAUSES = 1  # row of pauses in a group; rows of requests follow
 _PHASES = ("queued", "prefill", "decode")
 _MOST_SLICES = 7  # of a request
 _LINK_BINS = 1_000  # of a counter
@@ -110,7 +110,7 @@ def _requests(trace: TraceFile, result: SimulationResult) -> None:
         trace.instant(_NOWHERE, 0, note, _microseconds(result.start), {}, scope="g")
     rows: defaultdict[int, _Rows] = defaultdict(_Rows)
     stays = _drawn(result, came[::every] if every else came[:0])
-    if result.transfers is not None:  # those on decode engines do not begin in the order of arrival
+    if result.transfers is not None:  # stays on decode engines do not begin in the order of arrival
         stays = iter(sorted(stays, key=lambda stay: stay.slices[0][1] if stay.slices else stay.arrival))
     for stay in stays:
         if not stay.slices:

@@ -26,8 +26,8 @@ from libra.sim.outcome.metrics import (
 from libra.sim.outcome.result import SimulationResult
 
 LONG_QUEUE = 0.25  # share of the mean latency from which queueing bounds a request
-IDLE = 0.6  # busy share below which engines wait for work more than is usual
-PAUSED = 0.2  # share of the time in which engines pause, from which it is named first
+IDLE = 0.6  # busy share below which engines lack work
+PAUSED = 0.2  # share of paused time from which pauses are the bottleneck
 UNEVEN = 1.25  # busiest engine over the mean
 LONG_TAIL = 0.25  # of the makespan, after nine in ten requests have finished
 FULL = 0.95  # share of `max_num_seqs` or blocks from which they count as full
@@ -59,7 +59,7 @@ class SimulationView:
     metrics: Metrics
     engines: tuple[EngineMetrics, ...]
     endings: tuple[Ending, ...]
-    phases: tuple[LatencyPart, ...]  # none where no request finished
+    phases: tuple[LatencyPart, ...]  # empty if no request finished
     waiting: Waiting | None  # None: not recorded, or nothing waited
     roles: RolesView | None  # None: engines have no roles
     tail: float | None  # share of the makespan after nine in ten of the finished requests had finished
@@ -206,8 +206,8 @@ def _full(waiting: Waiting | None) -> str:
 def _tiers(view: SimulationView) -> list[str]:
     """Sentences on KV that was loaded from, and stored to, KV tiers."""
     return [
-        f"{tier.name} gave {count(tier.loaded_tokens)} tokens of KV in {plural(tier.loads, 'transfer')},"
-        f" {tier.loaded_bytes / 2**30:.1f} GiB, and took {tier.stored_bytes / 2**30:.1f} GiB."
+        f"{tier.name}: {count(tier.loaded_tokens)} tokens of KV loaded in {plural(tier.loads, 'transfer')},"
+        f" {tier.loaded_bytes / 2**30:.1f} GiB; {tier.stored_bytes / 2**30:.1f} GiB stored."
         for tier in view.result.tiers
     ]
 

@@ -12,7 +12,7 @@ from libra.choose.study import Study
 from libra.report.tables import number
 from libra.report.words import MISSING, cell, duration, plural, printable, signed_percent
 
-_NOTHING = "unclear"  # the interval has 0 in it
+_NOTHING = "unclear"  # the interval includes 0
 
 
 def verdict(found: Study, policy: int, metric: int) -> str:

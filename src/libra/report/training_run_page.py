@@ -23,7 +23,7 @@ class RunChapter:
 
     sentences: tuple[str, ...]
     tiles: tuple[Tile, ...]
-    section: Markup  # empty: it has none
+    section: Markup  # empty: no section
 
 
 def training_run_page(outcome: SimulatedRun, planned: float, title: str) -> str:

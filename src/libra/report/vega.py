@@ -24,7 +24,7 @@ NEUTRAL, ALARM = "var(--marker)", "var(--alarm)"
 
 unchecked = debug_mode(False)  # checking a chart against the schema takes longer than drawing it
 
-Layers = alt.LayerChart | alt.FacetChart  # what `alt.layer` says it returns
+Layers = alt.LayerChart | alt.FacetChart  # the return types that `alt.layer` declares
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def marker_layers(markers: Sequence[Marker], x: Axis, width: int) -> list[alt.Ch
     for marker in sorted(markers, key=lambda marker: marker.x):
         at = min(max(marker.x, low), high)
         rows.append({"x": at, "color": marker.colour, "description": marker.title})
-        half = len(marker.label) * LETTER * 1.2 / 2  # they are bold
+        half = len(marker.label) * LETTER * 1.2 / 2  # labels are bold
         row = next((row for row in (0, 1) if at * px - half >= free_from[row]), None)
         if row is not None:
             labels.append({"x": at, "row": row, "text": marker.label, "color": marker.colour})

@@ -1,4 +1,4 @@
-"""Answers that the HTTP listeners share: errors in the shape of OpenAI's API, and metrics for Prometheus."""
+"""Responses that the HTTP listeners share: errors in the shape of OpenAI's API, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def refusal(message: str, status: int) -> bytes:
-    """The JSON body. Statuses without a type of their own are invalid requests."""
+    """JSON body of an error. A status that `_KINDS` lacks is an invalid request."""
     kind = _KINDS.get(status, "invalid_request_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
@@ -56,12 +56,12 @@ async def in_openai_shape(request: web.Request, handler: Handler) -> web.StreamR
         kept = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         response = refused(f"{error.text or error.reason}", error.status, kept)
     if not request.content.is_eof() or request.content.exception() is not None:
-        response.force_close()  # the rest of the body must not be read as a request
+        response.force_close()  # otherwise the rest of the body would be read as the next request
     return response
 
 
 def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises ValueError in one line that names the field."""
+    """Decode a body. Raises `ValueError` in one line that names the field."""
     try:
         return decoder.decode(body)
     except RecursionError:

@@ -1,7 +1,7 @@
 """Request bodies and their size limits.
 
-Invariant: a body is never larger than its listener's limits, as sent and as decompressed, and all bodies in flight are
-within the memory limit. Decompression yields to other requests after each piece.
+Invariant: a body never exceeds its listener's size limits, compressed or decompressed, and all bodies in flight
+together stay within the memory limit. Decompression yields to other requests after each piece.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def body_of(request: web.Request, most: int | None = None) -> bytes:
     if request.content_length is not None and request.content_length > most:
         raise _too_large(most)
     try:
-        if request.content.is_eof():  # it has arrived
+        if request.content.is_eof():  # the whole body has arrived
             raw = await _read(request, most)
         else:
             async with asyncio.timeout(limits.body_seconds):
@@ -75,7 +75,7 @@ async def _expanded(request: web.Request, raw: bytes, encoding: str, most: int) 
 
 
 def _hold(request: web.Request, before: int, more: int, most: int) -> None:
-    """Add `more` bytes to a body that had `before` bytes. Raises `RefusedRequest` if that exceeds a limit."""
+    """Count `more` bytes of a body that had `before` bytes. Raises `RefusedRequest` if they exceed a limit."""
     connections = request.app[CONNECTIONS]
     limits = connections.limits
     if before + more > most:
@@ -83,7 +83,7 @@ def _hold(request: web.Request, before: int, more: int, most: int) -> None:
     counted = max(0, before + more - limits.free_bytes) - max(0, before - limits.free_bytes)
     if counted and not connections.hold(request.protocol, counted):
         raise RefusedRequest(
-            f"the bodies in flight have {limits.bodies_bytes} bytes: ask again later", 503, {"Retry-After": "1"}
+            f"the bodies in flight exceed {limits.bodies_bytes} bytes: try again later", 503, {"Retry-After": "1"}
         )
 
 

@@ -1,7 +1,7 @@
 """Connections of a process that serves HTTP.
 
 Invariant: a listener never has more connections than its limits and the limit of open files allow. At the limit, a new
-connection replaces the longest idle one; if none is idle it gets status 503 and is closed.
+connection replaces the longest idle one. If none is idle, the new connection gets status 503 and is closed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from aiohttp.http_exceptions import LineTooLong
 from libra.config.listeners import HttpLimits
 from libra.serve.answers import refused
 
-_KEPT_FILES = 128  # descriptors for everything but connections
-_REFUSED = 64  # connections that are refused at a time with an answer
-_REFUSED_SECONDS = 1.0  # for the client to send the request that is refused
-_BODY = b'{"error":{"message":"too many connections: ask again","type":"service_unavailable","param":null,"code":503}}'
+_KEPT_FILES = 128  # file descriptors reserved for everything except connections
+_REFUSED = 64  # refused connections that are open at a time
+_REFUSED_SECONDS = 1.0  # in which a refused client may finish sending its request
+_BODY = b'{"error":{"message":"too many connections: try again","type":"service_unavailable","param":null,"code":503}}'
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
 )
-_ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's words
-_TOLD_SECONDS = 60.0  # between two lines about that
+_ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's message
+_TOLD_SECONDS = 60.0  # between two log lines about failed accepts
 
 
 def within_open_files(limits: HttpLimits) -> HttpLimits:
-    """Limits with as many connections as the limit of open files permits."""
+    """`limits` with at most as many connections as the limit of open files permits."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits
@@ -44,22 +44,22 @@ def within_open_files(limits: HttpLimits) -> HttpLimits:
 
 @dataclass(slots=True, eq=False)
 class Connections:
-    """Connections of a process, in both directions, and the bytes of bodies that they hold."""
+    """Connections of a process, in both directions, and the bytes of the bodies in flight."""
 
     limits: HttpLimits
-    made: int = 0  # since the last collection of garbage
+    made: int = 0  # connections since the last garbage collection
     body_bytes: int = 0  # of bodies in flight
     idle: dict[web.RequestHandler, None] = field(default_factory=dict)  # longest idle first
-    busy: dict[web.RequestHandler, int] = field(default_factory=dict)  # with a request in flight, and bytes of its body
+    busy: dict[web.RequestHandler, int] = field(default_factory=dict)  # with a request in flight: bytes of its body
     refused: int = 0  # connections that are being refused
 
     @property
     def open(self) -> int:
-        """Connections of clients."""
+        """Number of connections from clients."""
         return len(self.idle) + len(self.busy)
 
     def socket(self, address: AddrInfoType) -> socket.socket:
-        """Make the socket of an outgoing connection: a `TraceConfig` would slow every request down."""
+        """Make and count the socket of an outgoing connection. A `TraceConfig` would slow down every request."""
         self.made += 1
         family, kind, protocol, _, _ = address
         return socket.socket(family, kind, protocol)
@@ -83,8 +83,8 @@ class Connections:
         self.busy[connection] = 0
 
     def hold(self, connection: web.RequestHandler, count: int) -> bool:
-        """Add `count` bytes to the body of the connection's request in flight. Returns False if that exceeds the limit
-        bodies."""
+        """Add `count` bytes to the body of the connection's request in flight. Returns False if all bodies would then
+        exceed their limit."""
         if self.body_bytes + count > self.limits.bodies_bytes:
             return False
         self.body_bytes += count
@@ -94,7 +94,7 @@ class Connections:
     def end(self, connection: web.RequestHandler) -> None:
         """Note that the request of this connection is no longer in flight."""
         self.body_bytes -= self.busy.pop(connection)
-        if connection.transport is not None:  # it may have been lost
+        if connection.transport is not None:  # otherwise the connection was lost
             self.idle[connection] = None
 
 
@@ -102,7 +102,7 @@ CONNECTIONS = web.AppKey("connections", Connections)  # set while an application
 
 
 class Connection(web.RequestHandler):
-    """A connection that `connections` has admitted."""
+    """A connection that `Connections` has admitted."""
 
     __slots__ = ("_connections",)
 
@@ -113,7 +113,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self not in self._connections.idle:  # another one took its place before there was anything to close
+        if self not in self._connections.idle:  # a later connection replaced this one before it had a transport
             cast(asyncio.Transport, transport).abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -127,8 +127,8 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The response to a malformed request, in OpenAI's shape. aiohttp's own message quotes the request, and so may
-        hold a token."""
+        """The response to a malformed request, in OpenAI's shape. aiohttp's own message quotes the request, which may
+        contain a token."""
         super().handle_error(request, status, exc, None)
         if isinstance(exc, LineTooLong):
             said = "a line of the request's head is too long: send shorter headers"
@@ -142,8 +142,8 @@ class Connection(web.RequestHandler):
 
 
 class RefusedConnection(asyncio.Protocol):
-    """Answers with status 503 at once. The connection closes after the client has sent its request, or after a
-    second.
+    """Answers with status 503 at once. The connection closes after the client has sent its request, or after
+    `_REFUSED_SECONDS`.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -171,7 +171,8 @@ class RefusedConnection(asyncio.Protocol):
 
 @contextmanager
 def told_once(log: logging.Logger) -> Iterator[None]:
-    """When file descriptors run out, logs one line a minute instead of asyncio's traceback for each connection."""
+    """Context in which running out of file descriptors logs one line a minute, not asyncio's traceback per
+    connection."""
     loop = asyncio.get_running_loop()
     before, told = loop.get_exception_handler(), -_TOLD_SECONDS
 

@@ -1,8 +1,8 @@
 """Access control of an HTTP listener.
 
 Invariants: a web page in a browser on this machine cannot use a listener, even through a name that resolves to the
-listener's address. The `Host` of a request names this machine, and its `Origin` is the listener's own. A body is
-declared as JSON, which browsers do not send to another origin without asking it first. A listener that other machines
+listener's address. The `Host` of a request must name this machine, and its `Origin` must be the listener's own. A body
+must be declared as JSON, which browsers send to another origin only if it allows that. A listener that other machines
 can reach requires a bearer token.
 """
 
@@ -22,8 +22,8 @@ from libra.config.input_file import open_input
 from libra.config.listeners import is_local
 from libra.serve.answers import RefusedRequest
 
-_OPEN_PATH = "/health"  # needs no token: it says no more than that the listener is there
-_HOSTS = 64  # headers whose meaning is remembered
+_OPEN_PATH = "/health"  # needs no token: it tells only that the listener is running
+_HOSTS = 64  # `Host` values whose check is cached
 _JSON = "application/json"
 _READS = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
 _LONGEST_TOKEN = 4096  # characters: a header line has at most 8 KiB
@@ -31,8 +31,8 @@ _LONGEST_TOKEN = 4096  # characters: a header line has at most 8 KiB
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Checks requests to a listener on `host`. Each request must have the bearer token `token`. Raises ValueError if
-    other machines can reach the listener and there is no token.
+    """Checks requests to a listener on `host`. With a `token`, each request must have it as bearer token. Raises
+    `ValueError` if other machines can reach the listener and `token` is None.
     """
 
     host: str
@@ -48,7 +48,7 @@ class Guard:
             )
 
     def check(self, request: web.Request) -> None:
-        """Raises `RefusedRequest`."""
+        """Raise `RefusedRequest` if the request is not allowed."""
         if self.token is not None and request.path != _OPEN_PATH:
             self._require_token(request, self.token)
         if self._local:
@@ -82,7 +82,7 @@ class Guard:
 
 
 def read_token(path: Path) -> str:
-    """Read a bearer token from a file that only its owner can read. Raises ValueError."""
+    """Read a bearer token from a file that only its owner can read. Raises `ValueError` for any other file."""
     try:
         with open_input(path) as file:
             token, its = file.read().decode().strip(), os.fstat(file.fileno())
@@ -114,7 +114,7 @@ def _is_browser(request: web.Request) -> bool:
 
 
 def _shown_token(authorization: str) -> bytes:
-    """The token in the header: a bearer token, or the password that a browser sends; empty if there is none."""
+    """The token in the header: a bearer token, or the password that a browser sends; empty without a token."""
     kind, _, shown = authorization.partition(" ")
     if kind.lower() == "bearer":
         return shown.strip().encode(errors="surrogateescape")

@@ -1,11 +1,12 @@
 """HTTP servers of the gateway, emulated engines and metrics, with thousands of requests in flight.
 
 Invariants: the address is announced only after the server answers there. At shutdown, pending requests end within a
-second. A connection that sends no request, or reads nothing of its response, is closed in time. The garbage collector
-runs only after `_CONNECTIONS` new connections, and only if the process has grown by their garbage. It also runs after a
-rush, when few connections are left, and then free memory is returned to the system. It visits every object of every
-request in flight, and Python would run it whenever their number grows. Yet requests leave no garbage: the only
-reference cycles are those of closed transports of asyncio itself, before Python 3.12.
+second. A connection that sends no request, or does not read its response, is closed in time.
+
+The garbage collector runs only after `_CONNECTIONS` new connections, and only if their garbage has made the process
+grow. It also runs after a rush, when few connections are left, and free memory then returns to the system. Python's own
+schedule would run it whenever the number of objects in flight grows, and each run visits all of them. Yet requests
+leave no garbage: the only reference cycles are those of asyncio's closed transports before Python 3.12.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from libra.serve.guard import Guard
 
 _BACKLOG = 4096  # connections waiting to be accepted
 _ACCEPTED = 64  # connections between two turns of the event loop, at most
-_TURNS = 8  # of the event loop until the request of an accepted connection is read, at most
-_SHUTDOWN_SECONDS = 1.0  # for requests in flight
-_CONNECTIONS = 100_000  # between two garbage collections
+_TURNS = 8  # event loop turns until the request of an accepted connection is read, at most
+_SHUTDOWN_SECONDS = 1.0  # in which requests in flight may end
+_CONNECTIONS = 100_000  # new connections between two garbage collections
 _LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
-_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**19  # of malloc.h; bytes, more than asyncio reads from a socket at a time
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**19  # from malloc.h; bytes, more than asyncio reads from a socket at a time
 _COLLECT_SECONDS = 1.0  # between two checks whether to collect
-_MANY, _QUIET = 256, 0.1  # connections, and the share of them at which a rush is over
+_MANY, _QUIET = 256, 0.1  # connections of a rush at least, and the share of them that is left at its end
 
 
 class _MalformedRequests(logging.Filter):
@@ -55,7 +56,7 @@ class _MalformedRequests(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            _LOG.debug("%s: %s", record.getMessage(), type(error).__name__)  # the text may hold a secret
+            _LOG.debug("%s: %s", record.getMessage(), type(error).__name__)  # the error's text may contain a secret
             return False
         return True
 
@@ -68,9 +69,9 @@ _LOG.addFilter(_MalformedRequests())
 async def serving(
     application: web.Application, host: str, port: int, limits: HttpLimits = EMULATOR, token: str | None = None
 ) -> AsyncIterator[str]:
-    """Yields the address of a server; port 0 means any free port. Clients must send the bearer token `token`. Raises
-    OSError with host and port if the server cannot listen. Raises ValueError if other machines can reach the host and
-    there is no token.
+    """Context with the address of a running server; port 0 means any free port. With a `token`, clients must send it as
+    bearer token. Raises `OSError` with host and port if the server cannot listen, and `ValueError` if other machines
+    can reach the host and `token` is None.
     """
     guard = Guard(host, token)
     limits = within_open_files(limits)
@@ -91,7 +92,7 @@ async def serving(
         "access_log": None,
         "logger": _LOG,
         "keepalive_timeout": limits.idle_seconds,
-        "auto_decompress": False,  # before its limits are known
+        "auto_decompress": False,  # `body_of` decompresses within the limits
     }
 
     def accepted() -> asyncio.BaseProtocol:
@@ -104,7 +105,7 @@ async def serving(
         await runner.setup()
         with told_once(_LOG):
             try:
-                # As few as leave each one time to be read before it can be the longest idle of all.
+                # So few at a time that each connection can be read before it becomes the longest idle one.
                 together = max(1, min(_ACCEPTED, limits.connections // _TURNS))
                 listening = await asyncio.get_running_loop().create_server(accepted, host, port, backlog=together)
             except OSError as error:
@@ -124,7 +125,7 @@ async def serving(
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Like `asyncio.run`, on uvloop, whose closed transports leave no garbage."""
+    """Like `asyncio.run`, but on uvloop, whose closed transports leave no garbage."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main)
 
@@ -137,8 +138,8 @@ async def serve(
     limits: HttpLimits = EMULATOR,
     token: str | None = None,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, and call `announce` with the address. Increases the limit of open files to the
-    hard limit. Raises OSError if it cannot listen.
+    """Serve until Ctrl-C or SIGTERM, and call `announce` with the address. Raises the limit of open files to the hard
+    limit. Raises `OSError` if the server cannot listen.
     """
     _return_large_blocks()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -155,14 +156,14 @@ async def serve(
 
 
 def _return_large_blocks() -> None:
-    """Return the memory of large bodies to the system after their use: glibc would raise this threshold with each of
-    them, and then keep them in its heap. Does nothing with another C library."""
+    """Have glibc return the memory of large bodies to the system after use. By default, glibc raises its threshold with
+    each large body, and then keeps them in its heap. Does nothing with another C library."""
     _glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 @asynccontextmanager
 async def collecting_rarely(connections: Connections) -> AsyncIterator[None]:
-    """Collect only as the module describes, and never visit the present objects."""
+    """Context in which garbage is collected only as the module describes, and without visiting the present objects."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -176,10 +177,10 @@ async def collecting_rarely(connections: Connections) -> AsyncIterator[None]:
 
 
 async def _collect(connections: Connections) -> None:
-    most = 0  # connections at a time since the last collection
+    most = 0  # highest number of open connections since the last collection
     while True:
         await asyncio.sleep(_COLLECT_SECONDS)
-        grown, _, _ = gc.get_count()  # allocated less freed since the last collection, also where it is disabled
+        grown, _, _ = gc.get_count()  # objects allocated minus freed since the last collection
         much = connections.made >= _CONNECTIONS and grown >= _LEFT * _CONNECTIONS
         most = max(most, connections.open)
         quiet = most >= _MANY and connections.open <= _QUIET * most

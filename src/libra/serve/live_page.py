@@ -1,7 +1,7 @@
 """A web page that updates itself: the common part of the pages of a run and of a router.
 
-Invariant: a low-priority process of its own makes the page. A browser fetches it when there is a newer one, and keeps
-its scroll position.
+Invariant: a separate process with low priority renders the page. A browser fetches the page when its version changes,
+and keeps its scroll position.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from aiohttp import web
 
 from libra.serve.answers import refused
 
-_NICE = 10  # of the process that makes pages
+_NICE = 10  # of the process that renders pages
 _UNKEPT = {"Cache-Control": "no-store"}
 _HTML = {"Content-Type": "text/html; charset=utf-8", **_UNKEPT}
-# The page replaces its own contents, so that the place where somebody reads stays.
+# The page replaces its own contents, so that the reader's scroll position stays.
 _SCRIPT = """
 <script>
 let shown = "%d";
@@ -50,24 +50,24 @@ class LivePage(Protocol):
 
     @property
     def version(self) -> int:
-        """A number that grows with each changed page."""
+        """A number that grows with each change of the page."""
 
     @property
     def trouble(self) -> str:
-        """The reason why no newer page can be made now; empty if there is no problem."""
+        """Why no newer page can be made now; empty if it can."""
 
     async def newest(self) -> str:
-        """The page, as HTML."""
+        """The newest page, as HTML."""
 
 
 def alive(html: str, state: str, version: int) -> str:
-    """The page with a line about its state, and the code that updates the page."""
+    """`html` with a line about its state, and the script that updates the page."""
     html = html.replace("<main>", f'<main>\n<p id="live" class="note">{escape(state)}</p>', 1)
     return html.replace("</body>", _SCRIPT % version, 1)
 
 
 def live_application(page: LivePage) -> web.Application:
-    """An application with the page at `/` and its number at `/version`."""
+    """An application with the page at `/` and its version at `/version`."""
 
     async def shown(_: web.Request) -> web.Response:
         return web.Response(text=await page.newest(), headers=_HTML)
@@ -84,10 +84,10 @@ def live_application(page: LivePage) -> web.Application:
 
 
 def page_maker() -> Executor:
-    """The process that makes pages; it starts with the first one."""
+    """An executor with one process that renders pages; the process starts with the first page."""
     return ProcessPoolExecutor(1, get_context("spawn"), _come_last)
 
 
 def _come_last() -> None:
     os.nice(_NICE)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that serves the page
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that serves the page

@@ -1,7 +1,7 @@
 """The page of a run in a browser, during the run and after its end.
 
-Invariant: the page is the one of `libra report`, made from the run's records, so the page does not affect the run. Only
-one page is made at a time.
+Invariant: the page is that of `libra report`, made from the run's records, so it does not affect the run. Only one page
+is made at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.records.run_lock import running_process
 from libra.report.run_page import render_report
 from libra.serve.live_page import alive, live_application, page_maker
 
-_LOOK_SECONDS = 2.0  # between two looks at the records
+_LOOK_SECONDS = 2.0  # between two checks of the records
 
 
 @dataclass(eq=False)
@@ -29,18 +29,18 @@ class RunPage:
     run: Path
     html: str = ""
     version: int = 0
-    trouble: str = ""  # the records cannot be read now
+    trouble: str = ""  # why the records cannot be read now
     _seen: tuple[object, ...] = ()
 
     async def look(self, executor: Executor) -> None:
-        """Make the page again if a record changed since the last one."""
+        """Make the page again if a record has changed since the last page."""
         seen = (*_records(self.run), ("process", running_process(self.run) or 0, 0))
         if seen == self._seen:
             return
         self._seen = seen
         try:
             page = await asyncio.get_running_loop().run_in_executor(executor, render_report, self.run)
-        except (ValueError, OSError) as error:  # a line that is being written, or a run that was removed
+        except (ValueError, OSError) as error:  # a line is incomplete now, or the run was removed
             self.trouble = str(error)
             return
         self.trouble, self.version = "", self.version + 1
@@ -58,7 +58,7 @@ class RunPage:
 
 
 def _records(run: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of change of each record."""
+    """Name, size and modification time of each record."""
     found = []
     for path in sorted(run.glob("*.json*")):
         with suppress(OSError):
@@ -69,7 +69,7 @@ def _records(run: Path) -> tuple[tuple[str, int, int], ...]:
 
 @asynccontextmanager
 async def run_page(run: Path) -> AsyncIterator[web.Application]:
-    """An application with the page at `/` and its number at `/version`. Raises the errors of `render_report`."""
+    """An application with the page at `/` and its version at `/version`. Raises the errors of `render_report`."""
     page = RunPage(run)
     with page_maker() as executor:
         await page.look(executor)

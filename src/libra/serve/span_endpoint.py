@@ -1,17 +1,17 @@
-"""The address of the trace collector: the given address, or the address in the standard variables `OTEL_...`."""
+"""The address of the trace collector: an option's value, or one of the standard variables `OTEL_...`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-_PATH = "/v1/traces"  # of a collector
+_PATH = "/v1/traces"  # at a collector
 _BASE, _TRACES, _OFF = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"
 
 
 def span_endpoint(given: str | None, variables: Mapping[str, str], name: str = "--otel") -> str | None:
-    """The address that receives traces; None if no spans are sent. `name` is the name of the option. Raises ValueError
-    for a malformed address.
+    """The address that receives traces; None if no spans are to be sent. `name` is the option with the value `given`.
+    Raises `ValueError` for a malformed address.
 
     >>> span_endpoint("http://127.0.0.1:4318", {})
     'http://127.0.0.1:4318/v1/traces'
@@ -31,12 +31,12 @@ def span_endpoint(given: str | None, variables: Mapping[str, str], name: str = "
 
 
 def _address(name: str, value: str) -> str:
-    """The value of the variable `name`. Errors do not show it: it may hold a password."""
+    """Check the value of the option or variable `name`. Errors do not show the value, which may contain a password."""
     try:
         parts = urlsplit(value)
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         sound = False
     if not sound:
-        raise ValueError(f"{name} holds no address: give that of a collector, such as http://127.0.0.1:4318")
+        raise ValueError(f"{name}: not the address of a collector; give one such as http://127.0.0.1:4318")
     return value

@@ -1,8 +1,8 @@
-"""Spans on their way to a collector, by OTLP over HTTP.
+"""Export of spans to a collector, by OTLP over HTTP.
 
-Invariant: a separate thread sends spans in batches. A collector that does not answer delays no turn, and delays the end
-by seconds only. Spans are then lost, and the log says so once a minute. Other settings come from the standard variables
-`OTEL_...`, such as `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER` and `OTEL_EXPORTER_OTLP_HEADERS`.
+Invariant: a separate thread sends spans in batches. A collector that does not answer delays no turn, and delays
+shutdown by `END_SECONDS` at most. Its spans are lost, and the log says so once a minute. Other settings come from the
+standard variables `OTEL_...`, such as `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER` and `OTEL_EXPORTER_OTLP_HEADERS`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Tracer
 
-_TOLD_SECONDS = 60.0  # between two lines about lost spans
-END_SECONDS = 2.0  # in which the last spans may leave
+_TOLD_SECONDS = 60.0  # between two log lines about lost spans
+END_SECONDS = 2.0  # in which the last spans may be sent at shutdown
 _LOG = logging.getLogger(__name__)
 
 
 class _ToldExporter(SpanExporter):
-    """Exports to `endpoint`, and reports lost spans in its own words."""
+    """Exports to `endpoint`, and logs lost spans once a minute."""
 
     def __init__(self, endpoint: str) -> None:
-        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it tells of each attempt
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it would log each attempt
         self._exporter, self._host, self._told = OTLPSpanExporter(endpoint), urlsplit(endpoint).hostname, 0.0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -45,8 +45,8 @@ class _ToldExporter(SpanExporter):
 
 @contextmanager
 def exporting(endpoint: str, service: str) -> Iterator[Tracer]:
-    """A tracer that sends its spans to the collector at `endpoint`, and sends the last spans on exit. `service` names
-    the sender, unless the standard variables do.
+    """Context with a tracer for the collector at `endpoint`; sends the last spans on exit. `service` names the sender,
+    unless the standard variables do.
     """
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):

@@ -135,7 +135,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": [1, -2]}, "Expected `int` >= 0 - at `$.prompt[1]`"),
     ("completions", {"prompt": "a", "max_tokens": 0}, "Expected `int` >= 1 - at `$.max_tokens`"),
     ("completions", {"prompt": "a", "n": 2}, "Invalid enum value 2 - at `$.n`"),
-    ("completions", {"prompt": "a", "echo": True}, "echo is true"),
+    ("completions", {"prompt": "a", "echo": True}, "echo: true"),
     ("completions", {"prompt": [1] * 500, "max_tokens": 13}, "leaves room for 12 of 512: ask for fewer"),
     ("completions", {"prompt": [1] * 512}, "leaves no room to generate within max_model_len 512"),
     ("completions", {"prompt": []}, "a prompt has 1 token or more"),

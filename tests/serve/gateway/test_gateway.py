@@ -233,7 +233,7 @@ REFUSED: list[tuple[str, dict[str, Any] | list[int], int, str]] = [
         "/v1/completions",
         {"prompt": [1] * 500, "max_tokens": 13},
         400,
-        "a prompt of 500 tokens with max_tokens 13 is more than",
+        "a prompt of 500 tokens with max_tokens 13 exceeds the",
     ),
     ("/v1/completions", {"prompt": "a", "n": 2}, 400, "Invalid enum value 2 - at `$.n`"),  # the engine's own words
     ("/trajectories/t/finish", {}, 404, "trajectory t is unknown"),
@@ -254,8 +254,18 @@ ROOM: list[tuple[dict[str, Any], int, int, str]] = [
     ({"prompt": [1] * 500, "max_tokens": 5}, 1024, 200, ""),  # the body knows better than the file
     ({"prompt": [1] * 500}, 1024, 200, ""),
     ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5, "max_tokens": 9999}, 1, 200, ""),
-    ({"prompt": [1] * 512}, 1, 400, "a prompt of 512 tokens with max_tokens 1 is more than any engine holds"),
-    ({"prompt": "a", "max_tokens": 512}, 1, 400, "a prompt with max_tokens 512 is more than any engine holds"),
+    (
+        {"prompt": [1] * 512},
+        1,
+        400,
+        "a prompt of 512 tokens with max_tokens 1 exceeds the longest context of any engine",
+    ),
+    (
+        {"prompt": "a", "max_tokens": 512},
+        1,
+        400,
+        "a prompt with max_tokens 512 exceeds the longest context of any engine",
+    ),
     ({"prompt": "abcd" * 512}, 1, 400, "leaves no room to generate within max_model_len 512"),  # the engine counts text
     ({"prompt": "abcd" * 400, "max_tokens": 200}, 1, 400, "leaves room for 112 of 512"),
 ]

@@ -69,7 +69,7 @@ async def test_each_failure_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureF
     lines = [it.getMessage() for it in caplog.records if it.levelname == "ERROR"]
     assert lines == [
         f"policy {name}: place raised RuntimeError: over and out",
-        f"policy {name}: it chose 'nowhere', which is not an engine",
+        f"policy {name}: its choice 'nowhere' is not an engine; see GET /engines",
         f"policy {name}: finished raised KeyError: 'learned nothing'",
         f"policy {name}: instance_gone raised OSError: gone",
     ]

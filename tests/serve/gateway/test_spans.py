@@ -232,7 +232,7 @@ def test_the_collector_is_given_or_a_variable(given: str | None, variables: dict
 
 @pytest.mark.parametrize("given", ["h:4318", "grpc://h:4317", "http://", "http://user:secret@h:port"])
 def test_an_address_that_is_none_is_refused_without_being_shown(given: str) -> None:
-    with pytest.raises(ValueError, match=re.escape("--otel holds no address")) as refused:
+    with pytest.raises(ValueError, match=re.escape("--otel: not the address of a collector")) as refused:
         span_endpoint(given, {})
     assert "secret" not in str(refused.value)
 

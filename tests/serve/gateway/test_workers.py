@@ -44,7 +44,7 @@ async def test_an_engine_joins_serves_and_leaves() -> None:
         (name,) = (call for call in stage.policy.calls if str(call).startswith("gone"))
         assert name == f"gone {root.removeprefix('http://')}" and await urls(stage) == []
         async with stage.session.delete(f"/workers/{quote(root, safe='')}") as response:
-            assert response.status == 200 and "is not there" in (await response.json())["message"]
+            assert response.status == 200 and "there is no engine" in (await response.json())["message"]
         async with stage.session.get(f"/workers/{quote(root, safe='')}") as response:
             assert response.status == 404
 
@@ -123,10 +123,10 @@ async def test_an_engine_joins_the_bucket_that_it_holds(length: int, bucket: int
     [
         ({}, 400, "missing required field `url`"),
         ({"url": "ftp://127.0.0.1"}, 400, "url: "),
-        ({"url": "http://me:secret@127.0.0.1:1"}, 400, "url holds a password"),
+        ({"url": "http://me:secret@127.0.0.1:1"}, 400, "url contains a password"),
         ({"url": "http://10.1.2.3:8000"}, 403, "engines on 10.1.2.3 may not join: add the host to workers_from"),
         ({"url": "http://elsewhere:8000"}, 403, "engines on elsewhere may not join"),
-        ({"url": "http://127.0.0.1:1", "bucket": 3}, 400, "bucket is 3, but limits name 1"),
+        ({"url": "http://127.0.0.1:1", "bucket": 3}, 400, "bucket is 3, but limits names 1 bucket"),
         ({"url": "http://127.0.0.1:1", "max_model_len": 0}, 400, "max_model_len"),
     ],
 )

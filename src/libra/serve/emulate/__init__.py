@@ -1,1 +1,1 @@
-"""Engines with vLLM's HTTP interface and the simulator's timing, without a model."""
+"""Emulated engines: vLLM's HTTP interface with the simulator's timing, without a model."""

@@ -1,7 +1,7 @@
 """A simulated engine that runs in real time.
 
-Invariant: every event has the tick that the simulator gives for the same arrival times. A busy event loop delays the
-report of an event, but not the event itself.
+Invariant: every event has the same tick as in a simulation with the same arrival times. A busy event loop delays the
+report of an event, but not its tick.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Chain, Request
 
 _STREAM_SECONDS = 0.02  # between two pieces of a stream
-_ROUNDING = 1e-9  # seconds: loop times are floats, and must not fall before the tick
+_ROUNDING = 1e-9  # seconds; keeps a loop time, which is a float, from falling before its tick
 
 
 class WallClock:
-    """Simulated time that follows the event loop's clock from tick 0 at construction. With a `speed` of 2, simulated
+    """Simulated time that follows the event loop's clock; tick 0 is at construction. With a `speed` of 2, simulated
     time passes twice as fast.
     """
 
@@ -33,21 +33,21 @@ class WallClock:
         return ticks((self._loop.time() - self._origin) * self._speed)
 
     def seconds(self, span: int) -> float:
-        """Real seconds of a span of ticks."""
+        """Real seconds of `span` ticks."""
         return seconds(span) / self._speed
 
     def soon(self, call: Callable[[], None]) -> asyncio.Handle:
-        """Schedule a call after all calls that are already due."""
+        """Schedule a call after all calls that are due already."""
         return self._loop.call_soon(call)
 
     def at(self, tick: int, call: Callable[[], None]) -> asyncio.TimerHandle:
-        """Schedule a call for the end of this tick."""
+        """Schedule a call for the end of `tick`."""
         return self._loop.call_at(self._origin + seconds(tick) / self._speed + _ROUNDING, call)
 
 
 class LiveEngine:
-    """`request = submit(...)`, then `await finished(request)` or iterate over `progress(request)`; `cancel(request)`
-    when its client has gone."""
+    """An emulated engine. Call `submit`, then await `finished` or iterate over `progress`. Call `cancel` if the client
+    disconnects."""
 
     def __init__(self, spec: EngineSpec, clock: WallClock) -> None:
         self.spec = spec
@@ -56,8 +56,8 @@ class LiveEngine:
         self._engine = SimEngine(spec.config, spec.cost)
         self._numbers = count()
         self._ends: dict[Request, asyncio.Future[None]] = {}
-        self._firsts: dict[Request, asyncio.Future[None]] = {}  # of requests whose first token is waited for
-        self._undecided: int | None = None  # tick at which something is to be planned
+        self._firsts: dict[Request, asyncio.Future[None]] = {}  # requests whose first token a caller awaits
+        self._undecided: int | None = None  # tick at which the next iteration is to be planned
         self._timer: asyncio.Handle | None = None
 
     @property
@@ -77,7 +77,7 @@ class LiveEngine:
         return self._engine.pool.held / self._engine.pool.blocks
 
     def submit(self, chain: Chain, prompt_tokens: int, output_tokens: int, priority: int = 0) -> Request:
-        """Raises ValueError if the engine can never serve the request."""
+        """Submit a request that arrives now. Raises `ValueError` if the engine can never serve it."""
         now = self._catch_up()
         request = Request(next(self._numbers), now, prompt_tokens, output_tokens, chain=chain, priority=priority)
         self._engine.submit(request, now)
@@ -88,18 +88,18 @@ class LiveEngine:
         return request
 
     async def finished(self, request: Request) -> None:
-        """Wait for the last token. Raises CancelledError if the request is cancelled."""
+        """Wait for the last token. Raises `CancelledError` if the request is cancelled."""
         end = self._ends.get(request)
         if end is not None:
             await asyncio.shield(end)
 
     async def progress(self, request: Request) -> AsyncIterator[int]:
-        """Tokens generated so far: after the first one, then every `_STREAM_SECONDS` until the last. Raises
-        CancelledError if the request is cancelled."""
+        """Yield the number of generated tokens: after the first token, then every `_STREAM_SECONDS` until the last.
+        Raises `CancelledError` if the request is cancelled."""
         end = self._ends.get(request)
         if end is not None and request.first_token is None:
             first = self._firsts[request] = asyncio.get_running_loop().create_future()
-            await asyncio.shield(first)  # it is not the waiter's to cancel
+            await asyncio.shield(first)  # cancelling the waiter must not cancel the future
         told = 0
         while True:
             generated = self._generated(request)
@@ -117,7 +117,7 @@ class LiveEngine:
         return self._clock.seconds(request.finish - request.arrival)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request; no effect on one that has ended."""
+        """Cancel a request; no effect on a request that has ended."""
         now = self._catch_up()
         end = self._ends.pop(request, None)
         if end is None:
@@ -129,7 +129,7 @@ class LiveEngine:
         self._reschedule(now)
 
     def close(self) -> None:
-        """Stop, and cancel all waiters."""
+        """Stop the engine, and cancel all waiters."""
         self._wake_by(None)
         for waiter in (*self._ends.values(), *self._firsts.values()):
             waiter.cancel()
@@ -139,8 +139,8 @@ class LiveEngine:
     # Time
 
     def _catch_up(self) -> int:
-        """Simulate everything up to now, and return the current tick. Scheduling at this tick does not happen yet,
-        because requests may arrive at it.
+        """Simulate everything up to now, and return the current tick. Does not schedule at this tick yet, since
+        requests may still arrive at it.
         """
         now, engine = self._clock.now(), self._engine
         while True:
@@ -155,7 +155,7 @@ class LiveEngine:
                 self._firsts.pop(request).set_result(None)
 
     def _reschedule(self, now: int) -> None:
-        """Schedule for a request that arrived or left at this tick, after all other requests of the same tick."""
+        """Schedule after a request arrived or left at tick `now`, once all other requests of this tick have arrived."""
         if not self._engine.busy or self._engine.open:
             self._undecided = now
         self._wake_by(self._clock.soon(self._wake))

@@ -1,6 +1,6 @@
-"""Requests and responses of OpenAI's /v1/responses and Anthropic's /v1/messages, of text only.
+"""Requests and responses of OpenAI's /v1/responses and Anthropic's /v1/messages, text only.
 
-Invariant: as in chats, each message follows its role, so a later prompt shares the prefix.
+Invariant: as in chats, each message follows its role in the prompt, so that a later prompt shares the prefix.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _responses, _messages = msgspec.json.Decoder(_Response), msgspec.json.Decoder(_M
 
 
 def parse_response(body: bytes, longest: int) -> GenerationRequest:
-    """A request to /v1/responses. Raises ValueError like `openai.parse`."""
+    """Parse a request to /v1/responses. Raises `ValueError` like `openai.parse`."""
     asked = decoded(_responses, body)
     said = [_Message("user", asked.input)] if isinstance(asked.input, str) else asked.input
     return GenerationRequest(True, asked, _prompt(asked.instructions, said, longest), asked.max_output_tokens)
 
 
 def parse_message(body: bytes, longest: int) -> GenerationRequest:
-    """A request to /v1/messages. Raises ValueError like `openai.parse`."""
+    """Parse a request to /v1/messages. Raises `ValueError` like `openai.parse`."""
     asked = decoded(_messages, body)
     return GenerationRequest(True, asked, _prompt(asked.system, asked.messages, longest), asked.max_tokens)
 
@@ -68,12 +68,12 @@ def _text(content: str | list[_Part]) -> str:
 
 
 def _typed(type: str, **more: Any) -> bytes:
-    """An event of this type."""
+    """A server-sent event of this type."""
     return b"event: %s\ndata: %s\n\n" % (type.encode(), msgspec.json.encode({"type": type, **more}))
 
 
 class ResponseAnswer(Answer):
-    """An answer of /v1/responses: one message with one text."""
+    """A response of /v1/responses: one message with one text."""
 
     def whole(self, cached_tokens: int) -> bytes:
         return msgspec.json.encode(self._response("completed", [self._item(text_of(self.tokens))], cached_tokens))
@@ -108,13 +108,13 @@ class ResponseAnswer(Answer):
         return {"item_id": f"msg_{self.number}", "output_index": 0, "content_index": 0}
 
     def _item(self, text: str | None) -> dict[str, Any]:
-        """The message; None: it has just begun."""
+        """The message item; a `text` of None means that it has just begun."""
         status, content = ("in_progress", []) if text is None else ("completed", [_output(text)])
         about = {"type": "message", "id": f"msg_{self.number}", "role": "assistant"}
         return {**about, "status": status, "content": content}
 
     def _response(self, status: str, output: list[Any], cached_tokens: int | None = None) -> dict[str, Any]:
-        """The response; `cached_tokens` once it is over."""
+        """The response object; `cached_tokens` is None while the response is in progress."""
         usage = None
         cut = cached_tokens is not None and self.reason == "length"
         if cached_tokens is not None:
@@ -143,7 +143,7 @@ def _output(text: str) -> dict[str, Any]:
 
 
 class MessageAnswer(Answer):
-    """An answer of /v1/messages: one block of text."""
+    """A response of /v1/messages: one block of text."""
 
     def whole(self, cached_tokens: int) -> bytes:
         block = {"type": "text", "text": text_of(self.tokens)}

@@ -1,8 +1,8 @@
 """Requests and responses of OpenAI's API, as in vLLM.
 
 Invariants: a parameter that would change the response is emulated or refused. Sampling parameters (temperature,
-penalties) are accepted and ignored, as there is no model. Text has four characters a token, so a response that returns
-in a prompt has the same tokens.
+penalties) are accepted and ignored, as there is no model. Text has four characters a token, so a response has the same
+tokens when it returns as part of a prompt.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from libra.serve.answers import decoded
 _CHARACTERS = 4  # per token
 _VOCABULARY = range(1000)  # generated tokens: a space and three digits each
 _TEXTS = [f" {token:03d}" for token in _VOCABULARY]
-_ALL_TOKENS = 151_936  # of Qwen3's vocabulary: ids stay below the size that clients' models have
-_DRAWN = np.dtype(np.uint32)  # a token is one of these modulo the vocabulary
+_ALL_TOKENS = 151_936  # size of Qwen3's vocabulary, so that clients' models accept all ids
+_DRAWN = np.dtype(np.uint32)  # type of a random number; modulo the vocabulary it is a token
 Count = Annotated[int, msgspec.Meta(ge=1)]
 TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
@@ -33,7 +33,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Fields of all endpoints. Others are accepted and ignored."""
+    """Fields that all endpoints share. Unknown fields are accepted and ignored."""
 
     model: str = "emulated"
     max_tokens: Count | None = None
@@ -83,14 +83,15 @@ class GenerationRequest:
 
 
 def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
-    """Raises ValueError in one line that names the field, also for a prompt that leaves no room to generate within
-    `longest` tokens. The check precedes tokenising, which would stop all engines."""
+    """Parse a request to one of OpenAI's two endpoints. Raises `ValueError` in one line that names the field, also for
+    a prompt that leaves no room to generate within `longest` tokens. This check precedes tokenising, since tokenising a
+    very long prompt would stall all engines."""
     return _chat(decoded(_chats, body), longest) if chat else _completion(decoded(_completions, body), longest)
 
 
 def _completion(body: _Completion, longest: int) -> GenerationRequest:
     if body.echo:
-        raise ValueError("echo is true; answers have generated text only: leave it out")
+        raise ValueError("echo: true is not supported, since answers have generated text only; leave it out")
     return GenerationRequest(
         False, body, prompt_within(body.prompt, longest), body.max_tokens, body.logprobs is not None
     )
@@ -104,21 +105,21 @@ def _chat(body: _Chat, longest: int) -> GenerationRequest:
 
 
 def dialogue_within(messages: Sequence[tuple[str, str]], longest: int) -> tuple[int, ...]:
-    """Tokens of messages, each a role and a text. Raises ValueError if they leave no room within `longest`."""
+    """Tokens of messages, each a role and a text. Raises `ValueError` if they leave no room within `longest` tokens."""
     texts = [text for role, said in messages for text in (f"<{role}>", said)]
-    texts.append("<assistant>")  # so that a later prompt, which holds the response after this role, shares the prefix
+    texts.append("<assistant>")  # a later prompt repeats this role before the response, and so shares the prefix
     _require_room(sum(map(_count, texts)), longest)
     return tuple(token for text in texts for token in tokens_of(text))
 
 
 def prompt_within(prompt: str | TokenIds, longest: int) -> tuple[int, ...]:
-    """Tokens of a prompt. Raises ValueError if it leaves no room within `longest`."""
+    """Tokens of a prompt. Raises `ValueError` if it leaves no room within `longest` tokens."""
     _require_room(_count(prompt) if isinstance(prompt, str) else len(prompt), longest)
     return tokens_of(prompt) if isinstance(prompt, str) else prompt
 
 
 def _count(text: str) -> int:
-    """Tokens of a text."""
+    """Number of tokens of a text."""
     return -(-len(text) // _CHARACTERS)
 
 
@@ -128,8 +129,8 @@ def _require_room(tokens: int, longest: int) -> None:
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """One token per four characters: the text of a generated token gives that token; other text gives tokens that are
-    never generated, equal for equal characters."""
+    """Convert text to tokens of four characters each. The text of a generated token becomes this token. Any other text
+    becomes tokens that are never generated; equal characters become equal tokens."""
     pieces = (text[start : start + _CHARACTERS] for start in range(0, len(text), _CHARACTERS))
     return tuple(_token(piece) for piece in pieces)
 
@@ -152,13 +153,13 @@ class Answer:
     ) -> None:
         self.asked, self.number, self.reason = asked, number, finish_reason
         self.tokens: list[int] = []
-        self.events = 0  # of its stream, where they are numbered
+        self.events = 0  # number of events of its stream, for endpoints that number them
         self._id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{number}"
         self.created = int(time.time())
         self._random = Random(f"{seed} {number}")
 
     def extend(self, count: int) -> list[int]:
-        """Generate up to `count` tokens in all, and return the new ones."""
+        """Generate tokens until there are `count`, and return the new ones."""
         drawn = np.frombuffer(self._random.randbytes(_DRAWN.itemsize * (count - len(self.tokens))), _DRAWN)
         more: list[int] = (drawn % len(_VOCABULARY)).tolist()
         self.tokens += more
@@ -192,7 +193,7 @@ class Answer:
         return event(head)
 
     def last(self, cached_tokens: int) -> bytes:
-        """The end of a stream."""
+        """The last bytes of a stream: token counts if requested, and the end mark."""
         end, options = b"data: [DONE]\n\n", self.asked.body.stream_options
         if options is None or not options.include_usage:
             return end
@@ -204,7 +205,7 @@ class Answer:
         return head | {"choices": choices}
 
     def _prompt_holder(self, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-        """The object with the prompt's ids: the answer of a chat, the choice of a completion."""
+        """The object that gets the prompt's ids: the response of a chat, the choice of a completion."""
         return head if self.asked.chat else choice
 
     def _usage(self, cached_tokens: int) -> dict[str, Any]:

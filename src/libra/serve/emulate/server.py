@@ -1,7 +1,7 @@
-"""The HTTP application of emulated engines: all in one process, each with a base URL `/engines/NAME/v1`.
+"""The HTTP application of emulated engines. All run in one process; each has a base URL `/engines/NAME/v1`.
 
-Invariants: the emulator sends a response when the simulator has generated the last token of the response. A request
-whose client has disconnected is cancelled.
+Invariants: a response is sent once the simulator has generated its last token. A request is cancelled when its client
+disconnects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from libra.sim.engine.request import Chain, Request
 _METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
     (GaugeMetricFamily, "num_requests_running", "Requests in the batch.", "running"),
     (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", "waiting"),
-    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", "kv_usage"),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_usage"),
     (CounterMetricFamily, "prompt_tokens", "Prompt tokens of finished requests.", "prompt_tokens"),
     (CounterMetricFamily, "generation_tokens", "Generated tokens of finished requests.", "generated_tokens"),
 )
@@ -40,9 +40,9 @@ _REMEMBERED = 2  # blocks in the prefix index per block of the engine's KV cache
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """A path for requests that generate tokens."""
+    """A path for requests that generate tokens: its parser and its kind of response."""
 
-    parse: Callable[[bytes, int], GenerationRequest]  # a body, and the longest context
+    parse: Callable[[bytes, int], GenerationRequest]  # called with the body, and the longest context in tokens
     answer: type[Answer] = Answer
 
 
@@ -93,7 +93,7 @@ class Emulator:
         return metrics_response(_families(self._asked(request)))
 
     def _asked(self, request: web.Request) -> Mapping[str, LiveEngine]:
-        """The engine that the path names, or all engines."""
+        """The engine that the path names; all engines if it names none."""
         if "engine" not in request.match_info:
             return self.engines
         name = self._named(request)
@@ -116,7 +116,7 @@ class Emulator:
             tokens = self._tokens(asked, engine)
             chain = contexts.chain(asked.prompt, asked.body.cache_salt)
             turn = engine.submit(chain, len(asked.prompt), tokens, asked.body.priority)
-        except ValueError as error:  # also what an engine refuses
+        except ValueError as error:  # from parsing, or from an engine that can never serve the request
             return refused(str(error), 400)
         reason: Literal["stop", "length"] = "stop" if asked.max_tokens is None else "length"
         answer = endpoint.answer(asked, next(self._numbers), self._seed, reason)
@@ -146,7 +146,7 @@ class Emulator:
         return response
 
     def _tokens(self, asked: GenerationRequest, engine: LiveEngine) -> int:
-        """Number of tokens to generate. Raises ValueError if they do not fit the context."""
+        """Number of tokens to generate. Raises `ValueError` if they exceed the longest context."""
         longest = engine.spec.config.max_model_len
         room = longest - len(asked.prompt)
         if asked.max_tokens is None:
@@ -165,11 +165,11 @@ class Emulator:
         if name in self.engines:
             return str(name)
         said = f"there is no engine {name!r}" if name is not None else f"there are {len(self.engines)} engines"
-        raise RefusedRequest(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
+        raise RefusedRequest(f"{said}: request /engines/NAME/v1; GET /engines lists the names", 404)
 
 
 def _families(engines: Mapping[str, LiveEngine]) -> Iterator[Metric]:
-    """The engines' metrics, by vLLM's names."""
+    """The engines' metrics, under vLLM's names."""
     for kind, name, help, attribute in _METRICS:
         family = kind(f"vllm:{name}", help, labels=["engine"])
         for engine, live in engines.items():
@@ -178,23 +178,23 @@ def _families(engines: Mapping[str, LiveEngine]) -> Iterator[Metric]:
 
 
 class PrefixIndex:
-    """Finds the earlier context with which a prompt shares a prefix: two requests share exactly the full blocks in
-    which their tokens agree from the start. A block is forgotten only when a KV cache of the same size would evict it.
+    """Finds the earlier context with which a prompt shares a prefix. Two requests share exactly the full blocks in
+    which all tokens from the start are equal. The index evicts a block only when a KV cache of its size would.
 
-    Maps full blocks, by all tokens up to their end, to the chains that identify contexts in the simulator's caches.
-    Keeps the `capacity` most recently used blocks.
+    Each entry maps a full block, identified by all tokens up to its end, to the chain that identifies its context in
+    the simulator's caches. The index keeps the `capacity` most recently used blocks.
     """
 
     def __init__(self, block_size: int, capacity: int) -> None:
         self._size, self._capacity = block_size, capacity
-        self._chains: OrderedDict[int, Chain] = OrderedDict()  # by the hash of all tokens up to the block's end
+        self._chains: OrderedDict[int, Chain] = OrderedDict()  # keys: hash of all tokens up to the block's end
         self._made = 0
 
     def __len__(self) -> int:
         return len(self._chains)
 
     def chain(self, tokens: Sequence[int], salt: str = "") -> Chain:
-        """A new chain for a prompt, forked from the one with the longest common prefix and the same salt."""
+        """A new chain for a prompt, forked from the chain with the longest common prefix and the same salt."""
         states = self._states(tokens, salt)
         parent, shared = None, 0
         for state in states:
@@ -208,11 +208,11 @@ class PrefixIndex:
         return chain
 
     def learn(self, chain: Chain, tokens: Sequence[int], salt: str = "") -> None:
-        """Record the tokens of a chain's whole context."""
+        """Add the tokens of a chain's whole context to the index."""
         self._learn(chain, self._states(tokens, salt))
 
     def _states(self, tokens: Sequence[int], salt: str) -> list[int]:
-        """The hash of all tokens up to the end of each full block."""
+        """Hash of all tokens up to the end of each full block."""
         size, context, state = self._size, tuple(tokens), hash(salt)
         return [
             state := hash((state, context[start : start + size])) for start in range(0, len(context) - size + 1, size)

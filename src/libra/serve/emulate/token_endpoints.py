@@ -1,7 +1,7 @@
 """Requests and responses with token ids: vLLM's /inference/v1/generate and SGLang's /generate.
 
-Invariant: as for OpenAI's endpoints, parameters that would change a response are emulated or refused, and sampling is
-ignored.
+Invariant: as for OpenAI's endpoints, parameters that would change a response are emulated or refused, and sampling
+parameters are ignored.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _generate, _sglang = msgspec.json.Decoder(_Generate), msgspec.json.Decoder(_SGLa
 
 
 def parse_generate(body: bytes, longest: int) -> GenerationRequest:
-    """A request to vLLM's endpoint. Raises ValueError like `openai.parse`."""
+    """Parse a request to vLLM's endpoint. Raises `ValueError` like `openai.parse`."""
     asked = decoded(_generate, body)
     return GenerationRequest(False, asked, prompt_within(asked.token_ids, longest), asked.sampling_params.max_tokens)
 
 
 def parse_sglang(body: bytes, longest: int) -> GenerationRequest:
-    """A request to SGLang's endpoint. Raises ValueError like `openai.parse`."""
+    """Parse a request to SGLang's endpoint. Raises `ValueError` like `openai.parse`."""
     asked = decoded(_sglang, body)
     given = asked.text if asked.input_ids is None else asked.input_ids
     if given is None or (asked.text is not None and asked.input_ids is not None):
-        raise ValueError("give either text or input_ids, of one prompt")
+        raise ValueError("give either text or input_ids, for one prompt")
     return GenerationRequest(False, asked, prompt_within(given, longest), asked.sampling_params.max_new_tokens)
 
 
@@ -73,7 +73,7 @@ class TokenAnswer(Answer):
 
 
 class SGLangAnswer(Answer):
-    """SGLang's answer: each event of a stream has all tokens generated so far."""
+    """SGLang's response: each event of a stream has all tokens generated so far."""
 
     def whole(self, cached_tokens: int) -> bytes:
         said = self._said(last=True)

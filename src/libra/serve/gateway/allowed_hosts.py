@@ -1,6 +1,6 @@
-"""Hosts that an owner allows: this machine, networks, and names.
+"""Hosts that the gateway's owner allows: this machine, networks, and names.
 
-Invariant: names are not resolved. So a name allows only a host whose address is written as this name.
+Invariant: names are not resolved. So a name allows only engines whose URL has this name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class AllowedHosts:
 
     @classmethod
     def of(cls, given: tuple[str, ...]) -> AllowedHosts:
-        """Addresses, networks such as 10.0.0.0/8, and names of hosts. Raises ValueError."""
+        """Parse addresses, networks such as 10.0.0.0/8, and host names. Raises `ValueError` for anything else."""
         networks, names = [], []
         for each in given:
             try:
@@ -35,7 +35,7 @@ class AllowedHosts:
         return cls(tuple(networks), frozenset(names))
 
     def __contains__(self, host: str) -> bool:
-        """Whether a host is allowed, by its written address or name."""
+        """Whether a host, given as address or name, is allowed."""
         try:
             address = ip_address(host)
         except ValueError:

@@ -1,7 +1,7 @@
 """The gateway's YAML file: its engines, their tokens, and the routing of turns.
 
-Invariant: a file describes a gateway that can start, or gives a one-line error that names the key and the remedy. No
-message and no repr shows a token.
+Invariant: a file describes a gateway that can start, or causes a one-line error with the key and the remedy. No message
+and no repr shows a token.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Seconds = Annotated[float, Field(gt=0)]
 
 
 class UpstreamSection(Section):
-    """An OpenAI-compatible server, with one credential at most."""
+    """One engine: an OpenAI-compatible server, with at most one credential."""
 
     name: Annotated[str, Field(min_length=1)]
-    url: str  # up to and with /v1
+    url: str  # up to and including /v1
     bucket: Annotated[int, Field(strict=True, ge=0)] = 0
-    max_model_len: _Count | None = None  # tokens of the longest context that it serves; None: /v1/models says
+    max_model_len: _Count | None = None  # tokens of the longest context that it serves; None: as /v1/models reports
     api_key: SecretStr | None = None  # bearer token
     api_key_env: Annotated[str, Field(min_length=1)] | None = None  # environment variable with the token
     api_key_file: Path | None = None  # file with the token, relative to the YAML file
@@ -42,22 +42,22 @@ class UpstreamSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _split(cls, given: Any) -> Any:
-        """Move user:password out of the URL, which is shown."""
+        """Move user:password out of the URL, since the URL is shown."""
         if not isinstance(given, dict) or not isinstance(given.get("url"), str):
             return given
         user, at, _ = given["url"].partition("://")[2].partition("/")[0].rpartition("@")
         if not at:
             return given
         if "basic_auth" in given:
-            raise ValueError("url holds a user and basic_auth another one: give one of them")
+            raise ValueError("url has a user, and basic_auth is given too: give one of them")
         return {**given, "url": given["url"].replace(f"{user}@", "", 1), "basic_auth": SecretStr(unquote(user))}
 
     @field_validator("url")
     @classmethod
     def _base(cls, url: str) -> str:
-        """Normalised to `http://host:port/.../v1`."""
+        """Normalise to `http://host:port/.../v1`."""
         wanted = "give an address such as http://127.0.0.1:8000/v1"
-        if "@" in url:  # a password may precede it
+        if "@" in url:  # a password may precede it, so the message does not show the URL
             raise ValueError(f"has an @ in user or password; percent-encode it, and {wanted}")
         try:
             parts = urlsplit(url)
@@ -88,21 +88,21 @@ class UpstreamSection(Section):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; one is enough")
         if self.basic_auth is not None and ":" not in self.basic_auth.get_secret_value():
-            raise ValueError("basic_auth is not user:password; for a bearer token there is api_key")
+            raise ValueError("basic_auth is not user:password; give a bearer token as api_key")
         return self
 
     @property
     def root(self) -> str:
-        """Address of the paths next to /v1."""
+        """The URL without /v1, for paths outside /v1."""
         return self.url.removesuffix("/v1")
 
     @property
     def health(self) -> str:
-        """vLLM's health endpoint."""
+        """URL of vLLM's health endpoint."""
         return f"{self.root}/health"
 
     def authorization(self) -> str | None:
-        """Value of the header. None: the client's own is passed on."""
+        """Value of the Authorization header; None: the client's own header is passed on."""
         if self.api_key is not None:
             return f"Bearer {self.api_key.get_secret_value()}"
         if self.basic_auth is not None:
@@ -114,27 +114,27 @@ _CREDENTIALS = ("api_key", "api_key_env", "api_key_file", "basic_auth")
 
 
 def _require_sendable(secret: str) -> None:
-    """Raises ValueError, without the value, if it cannot be in a header."""
+    """Raise `ValueError`, without the value, if a header cannot contain it."""
     if not secret or not secret.isascii() or not secret.isprintable():
         raise ValueError("must be one line of printable ASCII characters, and not empty; its value is not shown")
 
 
 class GatewayConfig(Section):
-    model_config = ConfigDict(hide_input_in_errors=True)  # which may be a secret
+    model_config = ConfigDict(hide_input_in_errors=True)  # the input may be a secret
 
     engines: tuple[UpstreamSection, ...]
     limits: tuple[_Count, ...] | None = None  # largest final context of each bucket; None: one bucket
     route: str = CMLFQ.NAME
     sticky: Annotated[bool, Field(strict=True)] = True
-    turn_tokens: _Count = 1024  # room that one turn needs beyond its context
+    turn_tokens: _Count = 1024  # room for one turn in addition to its context
     priorities: Annotated[bool, Field(strict=True)] = (
         False  # send the policy's priorities, for engines that schedule by them
     )
-    wait_seconds: _Seconds = 60.0  # for which a turn waits for an engine with room
-    idle_seconds: _Seconds = 3600.0  # after which a trajectory without turns is forgotten
-    engine_timeout_seconds: _Seconds = 20.0  # of silence, also of /health, after which an engine loses its turns
-    turn_timeout_seconds: _Seconds = 3600.0  # of silence about one turn, after which the turn ends
-    max_attempts: _Count = 5  # engines that may fail a turn before it is refused
+    wait_seconds: _Seconds = 60.0  # longest wait of a turn for an engine with room
+    idle_seconds: _Seconds = 3600.0  # time without turns after which a trajectory is given up
+    engine_timeout_seconds: _Seconds = 20.0  # silence, also of /health, after which an engine loses its turns
+    turn_timeout_seconds: _Seconds = 3600.0  # silence about one turn after which the turn ends
+    max_attempts: _Count = 5  # engines that a turn is sent to before it is refused
     control: Annotated[bool, Field(strict=True)] = True  # pass control requests of trainers on to all engines
     shared: Annotated[bool, Field(strict=True)] = (
         False  # other clients use the same engines, so the gateway asks the engines for their queues
@@ -155,8 +155,8 @@ class GatewayConfig(Section):
 
 
 def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
-    """Read a file such as `examples/gateway.yaml`. `policy` replaces the file's `route`. `workers_from` replaces the
-    file's hosts whose engines may join. Raises `ConfigError`."""
+    """Read a file such as `examples/gateway.yaml`. `policy` replaces the file's `route`, and `workers_from` the file's
+    hosts whose engines may join. Raises `ConfigError`."""
     path = Path(path)
     given: dict[str, Any] = {} if policy is None else {"route": policy}
     if workers_from:
@@ -171,9 +171,9 @@ def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequ
 
 
 def gateway_of(urls: Sequence[str], policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
-    """The configuration of a gateway for these engines, which report their longest contexts. Raises ValueError."""
+    """The configuration of a gateway for these engines, which report their longest contexts. Raises `ValueError`."""
     for number, url in enumerate(urls):
-        if url in urls[:number]:  # it is not shown, as it may hold a password
+        if url in urls[:number]:  # the message does not show it, since it may contain a password
             raise ValueError(f"--engine number {number + 1} repeats an earlier one; name each engine once")
     engines = [{"name": f"engine-{number}", "url": url} for number, url in enumerate(urls)]
     config = valid(
@@ -184,22 +184,22 @@ def gateway_of(urls: Sequence[str], policy: str | None = None, workers_from: Seq
 
 
 def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSection:
-    """The engine with the token from its environment variable or file."""
+    """`engine` with the token from its environment variable or file. Raises `ValueError` if there is none."""
     if engine.api_key_env is not None:
         key, secret = "api_key_env", os.environ.get(engine.api_key_env)
     elif engine.api_key_file is not None:
         key, secret = "api_key_file", _content(folder / engine.api_key_file.expanduser())
     else:
         return engine
-    # Neither name is shown: a user may have put the token itself there by mistake.
+    # The message shows neither name: a user may have put the token itself there by mistake.
     if secret is None:
         unread = f"file cannot be read, or is not a regular file (from {folder.absolute()})"
         missing = "variable is not set" if key == "api_key_env" else unread
-        raise ValueError(f"engines.{index}.{key}: the {missing}; have it hold the token of engine {engine.name}")
+        raise ValueError(f"engines.{index}.{key}: the {missing}; it must have the token of engine {engine.name}")
     try:
         _require_sendable(secret)
     except ValueError as error:
-        raise ValueError(f"engines.{index}.{key}: what it holds {error}") from None
+        raise ValueError(f"engines.{index}.{key}: its token {error}") from None
     return engine.model_copy(update={"api_key": SecretStr(secret)})
 
 
@@ -221,11 +221,11 @@ def _require_sound(file: GatewayConfig) -> None:
     for index, engine in enumerate(file.engines):
         if engine.bucket >= len(limits):
             raise ValueError(
-                f"engines.{index}.bucket is {engine.bucket}, but limits name {len(limits)}, counted from 0: add the"
-                " bucket's limit, or move the engine"
+                f"engines.{index}.bucket is {engine.bucket}, but limits names {len(limits)} buckets, from 0: add"
+                " the bucket's limit, or move the engine"
             )
     if is_path(file.route):
-        return  # the command that starts the gateway loads the policy, once
+        return  # the command that starts the gateway loads the policy from this path
     try:
         policy_named(file.route, sticky=file.sticky)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Control requests of trainers, passed on to all engines, and requests that any engine can answer.
+"""Control requests of trainers, which go to all engines, and requests that any engine can answer.
 
 Invariant: a control request goes to all engines in service at the same time, and the client gets the worst answer. An
 unreachable engine counts as status 502. Engines out of service do not get the request.
@@ -21,7 +21,7 @@ from libra.serve.gateway.traced import passed_back, passed_on
 from libra.serve.gateway.turns import RETRY_AFTER
 from libra.serve.gateway.upstreams import Upstream, Upstreams, untraced, whole_of
 
-TO_ALL = (  # POST; of vLLM, then of SGLang
+TO_ALL = (  # POST; vLLM's paths, then SGLang's
     "/pause",
     "/resume",
     "/sleep",
@@ -45,7 +45,7 @@ TO_ALL = (  # POST; of vLLM, then of SGLang
 )
 ASKED_OF_ALL = ("/is_paused", "/is_sleeping", "/weight_info")  # GET
 FROM_ANY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # POST; one engine answers for all
-_ANY_SECONDS = 5.0  # until the next engine is asked
+_ANY_SECONDS = 5.0  # after which the next engine is tried
 _LARGEST_ANSWER = 64 * 2**20  # bytes
 _JSON = {"Content-Type": "application/json"}
 
@@ -77,7 +77,7 @@ class Control:
 
     upstreams: Upstreams
     client: EngineClient
-    guarded: bool  # whether the clients' Authorization header is the gateway's own token
+    guarded: bool  # whether the clients' Authorization header has the gateway's own token
 
     def routes(self) -> Iterator[web.RouteDef]:
         for path in TO_ALL:
@@ -88,23 +88,23 @@ class Control:
         yield web.post("/init_weight_transfer_engine", self.init_weight_transfer)
 
     def shared_routes(self) -> Iterator[web.RouteDef]:
-        """Routes that control nothing."""
+        """Routes of requests that change nothing."""
         yield web.get("/v1/models", self.any)
         for path in FROM_ANY:
             yield web.post(path, self.any)
 
     async def to_all(self, request: web.Request) -> web.Response:
-        """The worst answer of all engines."""
+        """Send the request to all engines; returns the worst answer."""
         body = await self._body(request)
         answers = await asyncio.gather(*(self._ask(it, request, body) for it in self.upstreams.instances))
         return _worst(answers)
 
     async def world_size(self, request: web.Request) -> web.Response:
-        """Ranks of all engines together."""
+        """Sum of the ranks of all engines."""
         return web.json_response({"world_size": sum(await self._sizes(request))})
 
     async def init_weight_transfer(self, request: web.Request) -> web.Response:
-        """Let each engine join the trainer's group with its own ranks, after the ranks of the engines before it."""
+        """Have each engine join the trainer's group, with ranks that follow those of the engines before it."""
         body = await self._body(request)
         try:
             info = decoded(_init, body or b"").init_info
@@ -122,7 +122,7 @@ class Control:
         return _worst(await asyncio.gather(*(self._ask(engine, request, own) for engine, own in asked)))
 
     async def any(self, request: web.Request) -> web.Response:
-        """The first answer of the engines, the least loaded first."""
+        """The first answer without an error. Tries the engines one after the other, the least loaded first."""
         body = await self._body(request)
         failed: ControlAnswer | None = None
         for engine in sorted(self.upstreams.instances, key=lambda it: it.load_tokens):
@@ -133,7 +133,7 @@ class Control:
         return _worst([] if failed is None else [failed])
 
     async def _sizes(self, request: web.Request) -> list[int]:
-        """Ranks of each engine in service. Raises `RefusedRequest` if one does not report them."""
+        """Number of ranks of each engine in service. Raises `RefusedRequest` if an engine does not report it."""
         engines = self.upstreams.instances
         answers = await asyncio.gather(*(self._ask(it, request, None, path="/get_world_size") for it in engines))
         try:
@@ -178,7 +178,7 @@ class Control:
 
 
 def _worst(answers: list[ControlAnswer]) -> web.Response:
-    """The answer with the highest status; of several, the first engine's."""
+    """The answer with the highest status; among equal statuses, that of the first engine."""
     if not answers:
         return refused("no engine is healthy: see GET /engines", 503, RETRY_AFTER)
     return _answered(max(answers, key=lambda answer: answer.status))

@@ -14,10 +14,10 @@ def _counter(help: str) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts since the start."""
+    """Counts since the start of the gateway."""
 
     placements: int = _counter("Turns sent to an engine.")
-    migrations: int = _counter("Turns sent to another engine than the turn before.")
+    migrations: int = _counter("Turns sent to another engine than the previous turn.")
     retries: int = _counter("Turns sent again after their engine failed, or was full.")
     turns: int = _counter("Turns answered.")
     prompt_tokens: int = _counter("Prompt tokens of answered turns.")

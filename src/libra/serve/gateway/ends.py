@@ -1,7 +1,7 @@
 """Ends of trajectories: finished by their client, forgotten, or given up after a time without turns.
 
 Invariant: a finished trajectory is kept before the policy learns from it, and the policy learns from it once. A
-trajectory that its client never finishes is kept as unfinished: its length is a lower bound.
+trajectory that its client never finishes is kept as unfinished, since its length is a lower bound.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _finish = msgspec.json.Decoder(Finish)
 
 
 def read_finish(body: bytes) -> Finish:
-    """Raises ValueError in one line that names the field."""
+    """Parse the body of a finish request. Raises `ValueError` in one line that names the field."""
     return decoded(_finish, body or b"{}")
 
 
 @dataclass(slots=True)
 class TrajectoryEnds:
-    """Calls `keep` with every trajectory that ends, before the policy learns from it. `keep` may raise `DiskError`:
-    then the trajectory has not ended, and may be ended again."""
+    """Calls `keep` with every trajectory that ends, before the policy learns from it. `keep` may raise `DiskError`; the
+    trajectory has then not ended, and can be ended again."""
 
     keep: Callable[[Trajectory], None]
     policy: Policy
@@ -54,10 +54,11 @@ class TrajectoryEnds:
     lengths: SeenLengths
     counts: Counts
     watcher: Watcher
-    _ending: set[str] = field(default_factory=set, init=False)  # finished by their client during a turn
+    _ending: set[str] = field(default_factory=set, init=False)  # ended by their client while a turn was in flight
 
     def finish(self, id: str, outcome: Finish) -> Trajectory:
-        """Raises KeyError for an unknown trajectory, ValueError if its last turn has no answer, and `DiskError`."""
+        """End a trajectory with its outcome. Raises `KeyError` if it is unknown, `ValueError` if its last turn has no
+        answer, and `DiskError`."""
         trajectory = self.trajectories.whole(id, outcome.reward, outcome.policy_version)
         self.keep(trajectory)
         self._drop(id, End.FINISHED, trajectory)
@@ -68,16 +69,16 @@ class TrajectoryEnds:
         return trajectory
 
     def finish_session(self, id: str) -> int:
-        """End a trajectory whose client reports no outcome. If its last turn is in flight, it ends after that turn.
-        If its last turn got no answer, it is kept as unfinished. Returns the number of its answered turns so far.
-        Raises `DiskError`."""
+        """End a trajectory whose client reports no outcome. If its last turn is in flight, it ends after that turn. If
+        its last turn got no answer, it is kept as unfinished. Returns the number of its answered turns. Raises
+        `DiskError`."""
         turns = self.trajectories.answered_turns(id)
         if self.trajectories.is_in_flight(id):
             self._ending.add(id)
             return turns
         try:
             self.finish(id, Finish(policy_version=self.trajectories.policy_version))
-        except (KeyError, ValueError):  # unknown, or without an answer to its last turn
+        except (KeyError, ValueError):  # it is unknown, or its last turn has no answer
             if turns:
                 self.expire(id)
             else:
@@ -85,7 +86,7 @@ class TrajectoryEnds:
         return turns
 
     def turn_over(self, id: str) -> None:
-        """End a trajectory that waited for the end of this turn."""
+        """Note the end of a turn. If the client has ended the trajectory meanwhile, end it now."""
         if id in self._ending and not self.trajectories.is_in_flight(id):
             self._ending.discard(id)
             try:
@@ -94,11 +95,11 @@ class TrajectoryEnds:
                 _LOG.warning("trajectory %s is not finished yet: %s", id, error)
 
     def forget(self, id: str) -> bool:
-        """Learn nothing from a trajectory. False: it is unknown."""
+        """End a trajectory without learning from it. Returns False if it is unknown."""
         return self._leave(id, End.FORGOTTEN, None)
 
     def expire(self, id: str) -> None:
-        """Give up a trajectory that its client does not finish. If it cannot be kept now, it is given up later."""
+        """Give up a trajectory that its client does not finish. If it cannot be kept now, a later call gives it up."""
         bound = self.trajectories.so_far(id)
         if bound is not None:
             try:

@@ -12,12 +12,12 @@ from libra.serve.connections import Connections
 from libra.serve.gateway.engine_connections import CONNECT_SECONDS, KEEPALIVE_SECONDS, EngineConnections
 from libra.serve.gateway.loops import VIA, new_mark
 
-_UNSAID = ("Accept", "User-Agent")  # headers that aiohttp would add
+_UNSAID = ("Accept", "User-Agent")  # headers that aiohttp must not add
 
 
 class EngineClient:
-    """While the client runs, it has `connections` for turns and a `session` for other requests. `mark` is in the `Via`
-    of every request."""
+    """While it runs, has `connections` for turns, and a `session` for all other requests. Each request has `mark` in
+    its `Via` header."""
 
     session: ClientSession
     connections: EngineConnections

@@ -1,10 +1,10 @@
 """Connections to engines that carry turns, over HTTP/1.1.
 
-A gateway mainly forwards turns, so the client for turns is kept cheap: it sends only one kind of request, and wakes its
-task at most once for each read of the socket.
+The gateway spends most of its time on forwarding turns, so this client is cheap. It sends only one kind of request, and
+wakes its task at most once per read of the socket.
 
-Invariant: a connection carries one turn at a time, and is used again only after the whole answer. The client
-buffers up to `_UNREAD` bytes from an engine, and then does not read the socket until the buffer has been taken.
+Invariant: a connection carries one turn at a time, and is used again only after the whole answer. The client buffers up
+to `_UNREAD` bytes from an engine, and then does not read the socket until the buffer has been taken.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from yarl import URL
 
 from libra.serve.connections import Connections
 
-KEEPALIVE_SECONDS = 4.0  # of an idle connection: vLLM closes it after 5, and a turn at that moment would be lost
+KEEPALIVE_SECONDS = 4.0  # for an idle connection; vLLM closes it after 5 s, which would lose a turn sent then
 CONNECT_SECONDS = 5.0  # until an engine accepts a connection
-_HEAD_BYTES = 64 * 2**10  # of an answer's head, at most
-_UNREAD = 2**18  # bytes
-_JOINED = 2**16  # bytes of a body that is sent in one piece with its head
+_HEAD_BYTES = 64 * 2**10  # largest head of an answer
+_UNREAD = 2**18  # bytes of an answer that are buffered
+_JOINED = 2**16  # bytes of the largest body that is sent in one piece with its head
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class EngineAddress:
     """Parts of an engine's URL."""
 
     endpoint: Endpoint
-    host: str  # value of the header
+    host: str  # value of the Host header
     path: str  # without a slash at the end
 
     @classmethod
     def of(cls, root: str) -> Self:
-        """`root` is a URL with a scheme and a host."""
+        """Parse `root`, a URL with a scheme and a host."""
         url = URL(root)
         assert url.raw_host is not None and url.port is not None
         host = f"[{url.raw_host}]" if ":" in url.raw_host else url.raw_host
@@ -59,7 +59,7 @@ class EngineAddress:
 
 
 class EngineConnections:
-    """A pool of connections. Call `post` for each turn. `made` counts new connections."""
+    """A pool of connections. Call `post` for each turn. `made` counts new connections in its own `made`."""
 
     def __init__(self, made: Connections) -> None:
         self._made = made
@@ -68,10 +68,10 @@ class EngineConnections:
     async def post(
         self, address: EngineAddress, path: str, headers: Mapping[str, str], body: bytes
     ) -> EngineConnection:
-        """Send a request, and wait for the head of the answer. The returned connection has to be used as an async
-        context. If an idle connection is lost before a byte of an answer, its engine was closing it, and the request is
-        sent again on a new one. Raises OSError if the engine accepts no connection or loses it, ValueError for headers
-        that cannot be sent and for an answer that is no HTTP.
+        """Send a request, and wait for the head of the answer. Use the returned connection as an async context. If an
+        idle connection is lost before the first byte of an answer, its engine was closing it, and the request is sent
+        again on a new connection. Raises `OSError` if the engine accepts no connection or loses it, `ValueError` for
+        headers that cannot be sent and for an answer that is not HTTP.
         """
         path, headers = address.path + path, {"Host": address.host, **headers}
         idle = self._usable(address.endpoint)
@@ -132,18 +132,18 @@ class EngineConnection(asyncio.Protocol):
         self._open = False
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
-        self._pieces: list[bytes] = []  # of the body, not taken yet
-        self._taker: Callable[[bytes], bool] | None = None  # of pieces that arrive
+        self._pieces: list[bytes] = []  # of the body, not yet taken
+        self._taker: Callable[[bytes], bool] | None = None  # called with pieces as they arrive
         self._unread = self._head_bytes = 0
         self.heard = False  # whether a byte of an answer has arrived
-        self._headed = self._ended = True  # whether the head, and all of the answer, have arrived
+        self._headed = self._ended = True  # whether the head, and the whole answer, have arrived
         self._reusable = True
-        self._paused = False  # whether the socket is not read
+        self._paused = False  # whether reading from the socket is paused
         self._lost: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> Self:
-        """Send a request, and wait for the head of the answer. If this fails, the connection is closed. Raises as
+        """Send a request, and wait for the head of the answer. On failure, close the connection and raise the errors of
         `EngineConnections.post`."""
         lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         head = "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"])
@@ -154,7 +154,7 @@ class EngineConnection(asyncio.Protocol):
             if head.count("\n") != len(lines) + 2 or head.count("\r") != len(lines) + 2:
                 raise ValueError("a header has more than one line")
             if not self._open:
-                await self._more()  # raises why
+                await self._more()  # raises the reason
             self._transport.write(head.encode() + body if len(body) <= _JOINED else head.encode())
             if len(body) > _JOINED:
                 self._transport.write(body)
@@ -167,13 +167,13 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def content_type(self) -> str:
-        """Type of the answer, without parameters."""
+        """Content type of the answer, without parameters."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     async def readany(self, at_once: Callable[[bytes], bool] | None = None) -> bytes:
-        """The bytes of the body that have arrived since the last call, at least one; b"" at the end. Bytes that arrive
-        during the wait go to `at_once` first; if `at_once` returns True, it has taken them. Raises the errors of
-        `post`."""
+        """Bytes of the body that have arrived since the last call, at least one; b"" at the end. Waits for them if
+        needed. Bytes that arrive during the wait go to `at_once` first; if it returns True, they are not returned here.
+        Raises the errors of `post`."""
         while not (pieces := self._pieces):
             if self._ended:
                 return b""
@@ -186,14 +186,15 @@ class EngineConnection(asyncio.Protocol):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _more(self) -> asyncio.Future[None]:
-        """Done once something has arrived. Raises OSError or ValueError if nothing will."""
+        """A future that is done once bytes or the end have arrived. Raises `OSError` or `ValueError` if the answer
+        failed."""
         if self._lost is not None:
             raise self._lost
         self._waiter = waiter = self._loop.create_future()
         return waiter
 
     def usable(self) -> bool:
-        """Whether an idle connection may carry a turn. False: it is closed now."""
+        """Whether an idle connection may carry a turn. Closes the connection if not."""
         if self._open and not self._transport.is_closing() and self._loop.time() < self._idle_since + KEEPALIVE_SECONDS:
             return True
         self.abort()
@@ -228,11 +229,11 @@ class EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
             self._lose(ValueError(f"an answer that is no HTTP ({error.__context__ or error})"))
         if not self._headed:
-            self._head_bytes += len(data)  # of a header that has not ended
+            self._head_bytes += len(data)  # bytes of an unfinished header line
             if self._head_bytes > _HEAD_BYTES:
                 self._lose(ValueError("an answer whose head is too long"))
         self._wake()
-        if self._unread > _UNREAD and not self._paused and self._open:  # no taker has taken the bytes
+        if self._unread > _UNREAD and not self._paused and self._open:  # no taker took the bytes
             self._paused = True
             self._transport.pause_reading()
 
@@ -268,7 +269,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._ended:
-            raise ValueError("an answer that was not asked for")
+            raise ValueError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
@@ -281,7 +282,7 @@ class EngineConnection(asyncio.Protocol):
         if self.status < 100:
             raise ValueError(f"status {self.status}")
         if self.status < 200:
-            self.headers.clear()  # the answer is still to come
+            self.headers.clear()  # an interim response: the real one follows
         else:
             self._headed = True
 

@@ -1,4 +1,4 @@
-"""Gauges of an engine from its Prometheus metrics: requests in its batch and queue, and the use of its KV memory.
+"""Gauges from an engine's Prometheus metrics: requests in its batch and queue, and the share of its KV memory in use.
 
 Invariant: a gauge that the engine does not report is None, never a guess.
 """
@@ -13,8 +13,8 @@ from aiohttp import ClientError, ClientTimeout
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.upstreams import Upstream, untraced, whole_of
 
-_SECONDS = 1.5  # for an answer
-_LARGEST = 4 * 2**20  # bytes of one
+_SECONDS = 1.5  # in which an engine must answer
+_LARGEST = 4 * 2**20  # bytes of an answer
 _LINE = re.compile(
     rb"^(?:vllm|sglang):(num_requests_running|num_running_reqs|num_requests_waiting|num_queue_reqs"
     rb"|kv_cache_usage_perc|token_usage)(?:\{([^}]*)\})? ([0-9.eE+-]+)",
@@ -38,8 +38,8 @@ class EngineGauges:
 
 
 def read_gauges(text: bytes) -> EngineGauges:
-    """The gauges of the answer of vLLM's or SGLang's /metrics. With several ranks, requests add up, and the fullest KV
-    memory counts."""
+    """Parse an answer of vLLM's or SGLang's /metrics. With several ranks, the numbers of requests add up, and the
+    highest share of KV memory counts."""
     found: dict[str, list[float]] = {}
     for name, _, value in _LINE.findall(text):
         try:
@@ -55,7 +55,7 @@ def read_gauges(text: bytes) -> EngineGauges:
 
 
 async def gauges_of(engine: Upstream, client: EngineClient) -> EngineGauges:
-    """Query an engine's /metrics, next to its /v1."""
+    """Query an engine's /metrics. Gauges are None if the engine does not answer."""
     try:
         async with client.session.get(
             f"{engine.section.root}/metrics",

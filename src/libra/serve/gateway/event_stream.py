@@ -1,6 +1,6 @@
-"""Server-sent events, cut out of a stream without changing it.
+"""Splits a stream into server-sent events without changing its bytes.
 
-Invariant: the events' bytes, joined, are the stream's bytes. No library is used for this, since parsers give the fields
+Invariant: the events' bytes, joined, are the stream's bytes. Parser libraries do not help, since they return the fields
 of an event without its bytes (https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
 """
 
@@ -16,7 +16,7 @@ _EVENT_END = re.compile(rb"(?>\r\n|\r|\n)(?:\r\n|\r|\n)")  # the end of a line, 
 
 
 def data_of(event: bytes) -> bytes:
-    """The values of an event's `data` fields, one a line."""
+    """The values of an event's `data` fields, joined by line ends."""
     values = []
     for line in _LINE_END.split(event.removeprefix(_BOM)):
         field, _, value = line.partition(b":")
@@ -26,11 +26,11 @@ def data_of(event: bytes) -> bytes:
 
 
 class EventStream:
-    """Call `feed` with each chunk, and `rest` at the end of the stream."""
+    """Splitter of one stream. Call `feed` with each chunk, and `rest` at the end of the stream."""
 
     def __init__(self) -> None:
         self._held = bytearray()  # the unfinished event
-        self._after_cr = False  # a line feed that follows belongs to the carriage return before it
+        self._after_cr = False  # whether the last chunk ended with a carriage return, to which a line feed may belong
 
     @property
     def unfinished(self) -> bool:
@@ -38,12 +38,12 @@ class EventStream:
         return bool(self._held) or self._after_cr
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Finished events, each with the empty line at its end, and comment lines at once: they are keep-alives. Raises
-        ValueError for an event above the size limit."""
+        """The events that this chunk completes, each with the empty line at its end. Comment lines are returned at
+        once, since they are keep-alives. Raises `ValueError` for an event above the size limit."""
         held = self._held
         if not self.unfinished and b"\r" not in chunk:
             *events, rest = chunk.split(b"\n\n")
-            if not rest:  # as engines send them
+            if not rest:  # the usual case: an engine sends whole events
                 return [chunk] if len(events) == 1 else [event + b"\n\n" for event in events]
         events = []
         if self._after_cr and chunk.startswith(b"\n"):
@@ -65,7 +65,7 @@ class EventStream:
         return events
 
     def rest(self) -> bytes:
-        """The event that the stream left unfinished."""
+        """The bytes of an event that the stream did not complete."""
         rest = bytes(self._held)
         self._held.clear()
         return rest

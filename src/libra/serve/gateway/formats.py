@@ -1,5 +1,5 @@
-"""Endpoints of turns: their paths on engines, and the readers of their bodies and answers. A new endpoint is an entry
-of `FORMATS`; new shapes of bodies and answers need a `TurnBody` and an `AnswerReader`."""
+"""Endpoints of turns: their paths, and the readers of their bodies and answers. To add an endpoint, add an entry to
+`FORMATS`; new shapes of bodies and answers need a `TurnBody` and an `AnswerReader`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from libra.serve.gateway.usage import AnswerReader, InputReader, OpenAIReader, S
 
 @dataclass(frozen=True, slots=True)
 class TurnFormat:
-    """One endpoint."""
+    """One endpoint for turns."""
 
-    path: str  # of a request, at the gateway and at the root of an engine
-    decoder: msgspec.json.Decoder[Any]  # of a kind of `TurnBody`
+    path: str  # at the gateway, and at the root of an engine
+    decoder: msgspec.json.Decoder[Any]  # returns a `TurnBody`
     reader: Callable[[TurnBody], AnswerReader]
-    asks_usage: bool = False  # whether a stream reports tokens only if `stream_options` ask for them
-    told_apart: bool = False  # whether sessions without a name are found by their prompts and answers
+    asks_usage: bool = False  # whether a stream reports tokens only if the request has `stream_options`
+    told_apart: bool = False  # whether prompts and answers identify sessions without a name
 
     def read(self, body: bytes) -> TurnBody:
-        """Raises ValueError in one line that names the field."""
+        """Parse a body. Raises `ValueError` in one line that names the field."""
         read: TurnBody = decoded(self.decoder, body)
         return read
 

@@ -1,8 +1,8 @@
-"""Health checks of the engines, and the end of turns whose engine is silent.
+"""Health checks of the engines, and timeouts of turns on silent engines.
 
-Invariant: no turn waits for ever: an unhealthy engine that sends nothing for `engine_timeout_seconds` loses all its
-turns; a healthy one that sends nothing of a turn for `turn_timeout_seconds` loses that turn. If the longest
-context of an engine is unknown, the gateway asks the engine for it before it is in service.
+Invariant: no turn waits for ever. An unhealthy engine that sends nothing for `engine_timeout_seconds` loses all its
+turns. A healthy engine that sends nothing of a turn for `turn_timeout_seconds` loses this turn. If the longest context
+of an engine is unknown, the gateway queries it before the engine enters service.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.upstreams import Fault, TurnFailure, Upstream, Upstreams, untraced, whole_of
 
 RECHECK_SECONDS = 1.0  # between two checks of an unhealthy engine
-_CHECK_SECONDS = 10.0  # between two checks of a healthy engine: a failure is seen sooner by its turns
-_CHECK_TIMEOUT = 2.0
-_ABORT_SECONDS = 1.0  # between two searches for turns past their timeout, at most
+_CHECK_SECONDS = 10.0  # between two checks of a healthy engine, whose turns show a failure sooner
+_CHECK_TIMEOUT = 2.0  # seconds
+_ABORT_SECONDS = 1.0  # longest time between two searches for turns past their timeout
 _LARGEST_LIST = 2**20  # bytes of a list of models
 
 
@@ -37,7 +37,7 @@ _models = msgspec.json.Decoder(_Models)
 
 
 class HealthMonitor:
-    """Calls `mark_lost` with each engine that fails a check, and the problem."""
+    """Checks the engines, and calls `mark_lost` with each engine that fails a check, and the problem."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HealthMonitor:
         engines = list(self._upstreams.all.values())
         await asyncio.gather(*map(self.check, engines))
         for index, engine in enumerate(engines):
-            self.watch(engine, _CHECK_SECONDS * (index + 1) / len(engines))  # not all at once
+            self.watch(engine, _CHECK_SECONDS * (index + 1) / len(engines))  # spread over the period
         self._aborting = asyncio.create_task(self._keep_aborting())
 
     async def stop(self) -> None:
@@ -70,7 +70,7 @@ class HealthMonitor:
         self._watched[engine] = asyncio.create_task(self._keep_checking(engine, first))
 
     def doubt(self, engine: Upstream) -> None:
-        """Check an engine now, unless it was just checked."""
+        """Check an engine soon, unless it was just checked."""
         if self._loop.time() - engine.checked >= RECHECK_SECONDS:
             engine.look.set()
 
@@ -82,21 +82,20 @@ class HealthMonitor:
         del self._watched[engine]
 
     async def _pause(self, engine: Upstream, seconds: float) -> None:
-        """Wait between two checks: `seconds` while the engine is in service and not in doubt, otherwise
-        `RECHECK_SECONDS`."""
+        """Wait for the next check: `seconds`, or `RECHECK_SECONDS` for an unhealthy or doubted engine."""
         if engine.healthy:
             try:
                 async with asyncio.timeout(seconds):
                     await engine.look.wait()
             except TimeoutError:
                 return
-            if engine.healthy:  # in doubt
+            if engine.healthy:  # `doubt` ended the wait
                 engine.look.clear()
                 return
         await asyncio.sleep(RECHECK_SECONDS)
 
     async def check(self, engine: Upstream) -> None:
-        """Ask an engine for its health. A busy engine may answer late; bytes of its turns that arrive meanwhile count
+        """Query an engine's /health. A busy engine may answer late, so bytes of its turns that arrive meanwhile count
         as an answer."""
         began = engine.checked = self._loop.time()
         try:
@@ -109,7 +108,7 @@ class HealthMonitor:
                 problem = None if answer.status < 500 else f"/health answers with status {answer.status}"
         except TimeoutError:
             problem = None if engine.last_byte >= began else f"/health is silent for {_CHECK_TIMEOUT:g} s"
-        except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
+        except (ClientError, OSError, ValueError) as error:  # ValueError: the answer is not HTTP
             untraced(error)
             problem = f"/health: {error or type(error).__name__}"
         if problem is None and not engine.capacity_tokens:
@@ -122,7 +121,7 @@ class HealthMonitor:
             self._upstreams.mark_healthy(engine)
 
     async def _measure(self, engine: Upstream) -> str | None:
-        """Ask for the longest context, and note it. Returns the reason if it remains unknown."""
+        """Query and set the engine's longest context. Returns the reason if it remains unknown, otherwise None."""
         url = f"{engine.section.url}/models"
         try:
             async with self._client.session.get(

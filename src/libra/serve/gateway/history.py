@@ -1,7 +1,7 @@
-"""Prompts and answers of a session, in a form in which its requests can be compared.
+"""Prompts and answers of a session, in a form that makes its requests comparable.
 
 Invariant: a later prompt continues an earlier turn if it begins with the earlier prompt's bytes, followed by the
-beginning of the engine's answer. Both are compared in one form for each kind of prompt: token ids, text, or messages.
+beginning of the engine's answer. Both have one comparable form per kind of prompt: token ids, text, or messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 from libra.serve.answers import decoded
 from libra.serve.gateway.said import Said, SaidMessage
 
-BLOCK = 512  # bytes of a prompt between two marks of its history
-_END = b"\0"  # of an answer in a chat: a message is whole or another one
+BLOCK = 512  # bytes between two marks of a prompt's history
+_END = b"\0"  # ends the answer in a chat, so that a message is never a prefix of a longer one
 
 _message = msgspec.json.Decoder(SaidMessage)
 _ids, _string = msgspec.json.Decoder(list[int]), msgspec.json.Decoder(str)
@@ -25,16 +25,16 @@ _list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class PromptKind(ABC):
-    """A kind of prompt."""
+    """A kind of prompt, with its comparable form."""
 
     @abstractmethod
     def following(self, rest: bytes) -> bytes | None:
-        """Comparable form of the rest after an earlier prompt. None: the earlier prompt is no prefix. Raises ValueError
-        if it is malformed."""
+        """Comparable form of the bytes after an earlier prompt; None if the earlier prompt is not a prefix. Raises
+        `ValueError` if the bytes are malformed."""
 
     @abstractmethod
     def of(self, said: Said) -> bytes | None:
-        """Comparable form of an answer. None: there is nothing to compare."""
+        """Comparable form of an answer; None if the answer is empty."""
 
 
 class _TokenIds(PromptKind):
@@ -75,15 +75,15 @@ def _after_comma(rest: bytes) -> bytes | None:
 
 
 def _signature(text: str, calls: list[str]) -> bytes:
-    """Comparable form of a message: the unique ids of its tool calls; or its text without surrounding white space,
-    which clients may strip."""
+    """Comparable form of a message: the unique ids of its tool calls, or without calls, its text without surrounding
+    white space, which clients may strip."""
     return ("\1".join(calls) if calls else text.strip()).encode() + _END
 
 
 @dataclass(eq=False)
 class PromptHistory:
-    """A prompt. `open` is the JSON of the prompt without the last bracket or quote. `seed` is a hash of all other
-    fields that must be equal."""
+    """The comparable parts of a prompt. `open` is the prompt's JSON without its last bracket or quote. `seed` is a hash
+    of all other fields of the request that must be equal."""
 
     open: bytes
     kind: PromptKind
@@ -101,13 +101,13 @@ class PromptHistory:
 
     @cached_property
     def end(self) -> tuple[int, int, int]:
-        """Hash of the full blocks of the prompt, then length and hash of the bytes after the full blocks."""
+        """Hash of the prompt's full blocks, and the length and hash of the bytes after them."""
         tail = self.open[BLOCK * (len(self.marks) - 1) :]
         return self.marks[-1], len(tail), hash(tail)
 
 
 def history_of(prompt: bytes, seed: int) -> PromptHistory | None:
-    """The history of a prompt, as JSON. None: it is no prompt of one sequence."""
+    """The history of a prompt given as JSON; None if it is not a prompt of one sequence."""
     prompt = prompt.strip()
     if prompt.startswith(b'"') and len(prompt) > 1:
         return PromptHistory(prompt[:-1], TEXT, seed)

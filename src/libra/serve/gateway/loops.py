@@ -1,6 +1,6 @@
-"""Detection of requests that a gateway has sent to itself, through an engine that is also a gateway.
+"""Detection of requests that a gateway sends to itself, through an engine that is also a gateway.
 
-Invariant: each request to an engine has this gateway's mark in `Via`, after the marks of gateways before it. A request
+Invariant: each request to an engine has this gateway's mark in `Via`, after the marks of earlier gateways. A request
 that arrives with the mark is refused with status 508, so no turn and no health check runs in a circle.
 """
 
@@ -18,7 +18,7 @@ MARK = web.AppKey("mark of this gateway in Via", str)
 
 
 def new_mark() -> str:
-    """A value of `Via` (RFC 9110, 7.6.3) that no other gateway has."""
+    """A random value of `Via` (RFC 9110, 7.6.3) that identifies this gateway."""
     return f"1.1 libra-{secrets.token_hex(8)}"
 
 

@@ -1,7 +1,8 @@
-"""Load of other gateways and users on the engines of a gateway, as reported by the engines.
+"""Load of other gateways and users on the engines of a gateway, as the engines report it.
 
 Invariant: an engine's load is the load of this gateway's turns in flight, plus one mean context for each other request
-on the engine. The mean is over the trajectories here. An engine that reports nothing has no other requests.
+on the engine. The mean is over the gateway's own trajectories. An engine without reports counts as having no other
+requests.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.engine_gauges import EngineGauges, gauges_of
 from libra.serve.gateway.upstreams import Upstream, Upstreams
 
-_LOOK_SECONDS = 0.5  # between two looks; turns take seconds
+_LOOK_SECONDS = 0.5  # between two queries; turns take seconds
 
 
 class OthersLoad:
-    """Asks engines for their queues while `follow` runs. `contexts`: those of the trajectories here; `usual`: the
-    assumed context if there are none."""
+    """Queries the engines' queues while `follow` runs. `contexts` returns the contexts of the gateway's trajectories,
+    in tokens; without any, `usual` tokens are assumed."""
 
     def __init__(
         self, upstreams: Upstreams, client: EngineClient, contexts: Callable[[], Sequence[int]], usual: int
     ) -> None:
         self._upstreams, self._client = upstreams, client
         self._contexts, self._usual = contexts, usual
-        self._added: dict[Upstream, int] = {}  # tokens, to the load of each
+        self._added: dict[Upstream, int] = {}  # tokens added to the load of each engine
 
     async def follow(self) -> None:
         while True:
@@ -46,5 +47,5 @@ class OthersLoad:
 
 
 def _others(engine: Upstream, gauges: EngineGauges) -> int:
-    """Requests of an engine that are not this gateway's."""
+    """Number of an engine's requests that are not this gateway's."""
     return max(0, (gauges.running or 0) + (gauges.waiting or 0) - engine.in_flight)

@@ -1,7 +1,7 @@
-"""The live page of a gateway, on a port of its own of 127.0.0.1.
+"""The live page of a gateway, on a port of its own at 127.0.0.1.
 
-Invariant: the gateway's event loop only copies values; another process makes the page from them, and only while a
-browser shows it. Engines are queried for their gauges only then, too.
+Invariant: the gateway's event loop only copies values. A separate process renders the page from the copy, and only
+while a browser shows the page. Engines are queried for their gauges only then, too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from libra.serve.http import serving
 from libra.serve.live_page import alive, live_application, page_maker
 
 _LOOK_SECONDS = 2.0  # between two samples
-_WINDOW = 5  # samples over which a rate is a mean
-_SAMPLES = 600  # that are kept
-_WATCHED_SECONDS = 10.0  # without a request, after which a browser counts as gone
-_SESSIONS = 40  # that the page shows
+_WINDOW = 5  # samples over which rates are averaged
+_SAMPLES = 600  # samples that are kept
+_WATCHED_SECONDS = 10.0  # time without a request after which no browser shows the page
+_SESSIONS = 40  # sessions that the page shows
 
 
 class RouterPage:
-    """The page of one gateway. A `live_page.LivePage`."""
+    """The page of one gateway; it implements `live_page.LivePage`."""
 
     trouble = ""  # a view is always available
 
@@ -41,12 +41,12 @@ class RouterPage:
         self._loop = asyncio.get_running_loop()
         self._began, self._began_at = self._loop.time(), time.time()
         self._samples: deque[TrafficSample] = deque(maxlen=_SAMPLES)
-        self._totals: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW + 1)  # seconds, tokens
+        self._totals: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW + 1)  # seconds, prompt and generated tokens
         self._gauges: dict[str, EngineGauges] = {}
         self._seen: object = None
         self._version = 0
         self._looked = float("-inf")
-        self._made: tuple[int, str] = -1, ""  # a version, and its page
+        self._made: tuple[int, str] = -1, ""  # version and HTML of the last rendered page
         self._making = asyncio.Lock()
 
     @property
@@ -68,7 +68,7 @@ class RouterPage:
             return page
 
     async def look(self) -> None:
-        """Take a sample, and note whether anything has changed."""
+        """Take a sample, and increase the version if the page would change."""
         self._sample()
         if self._loop.time() < self._looked + _WATCHED_SECONDS:
             engines = list(self._gateway.upstreams.all.values())
@@ -84,7 +84,7 @@ class RouterPage:
             await self.look()
 
     def _state(self) -> object:
-        """A value that changes whenever the page would."""
+        """A value that changes whenever the page would change."""
         recent, last = self._recent, self._samples[-1]
         engines = tuple((it.id, it.healthy, it.problem, it.bucket) for it in self._gateway.upstreams.all.values())
         rates = last.prompt_rate, last.generated_rate, last.in_flight
@@ -107,7 +107,7 @@ class RouterPage:
         )
 
     def view(self) -> RouterView:
-        """The gateway at this moment."""
+        """A copy of the gateway's current state for the page."""
         gateway, recent, counts = self._gateway, self._recent, self._gateway.counts
         decisions = (
             DecisionView(
@@ -178,8 +178,9 @@ def _clock(seconds: float) -> str:
 async def router_page_at(
     port: int, token: str | None, gateway: Gateway, recent: Recent, policy: str
 ) -> AsyncIterator[str]:
-    """Serves the page of a running gateway. If the gateway has a token, clients must send it; a browser asks its user
-    for the token as a password. Yields the address; port 0 takes any free port. Raises OSError."""
+    """Context that serves the page of a running gateway, and yields its address; port 0 means any free port. With a
+    `token`, clients must send it; a browser asks its user for it as a password. Raises `OSError` if the port cannot be
+    used."""
     with page_maker() as maker:
         page = RouterPage(gateway, recent, policy, maker)
         following = asyncio.create_task(page.follow())

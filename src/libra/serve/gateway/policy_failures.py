@@ -1,4 +1,4 @@
-"""Failures of a policy of the user's own: one line in the log, and an answer, instead of a traceback."""
+"""Failures of a user's own policy: one line in the log, and an error response, instead of a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _LOG = logging.getLogger(__name__)
 
 @contextmanager
 def told_policy_failure() -> Iterator[None]:
-    """Continue after a failed call that only informs the policy. The policy then lacks this information."""
+    """Context for calls that only inform the policy: logs a failure and continues. The policy then lacks this
+    information."""
     try:
         yield
     except PolicyError as error:
@@ -25,7 +26,7 @@ def told_policy_failure() -> Iterator[None]:
 
 @web.middleware
 async def answering_policy_failure(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers a request with status 500 if the policy fails on it; only the log has the error."""
+    """Answer a request with status 500 if the policy fails on it; only the log shows the error."""
     try:
         return await handler(request)
     except PolicyError as error:

@@ -1,6 +1,6 @@
-"""A gateway's recent decisions, tokens of engines, and lengths of ended trajectories.
+"""A gateway's recent decisions, tokens per engine, and lengths of ended trajectories.
 
-Invariant: the memory is bounded: only the latest entries of each kind are kept.
+Invariant: memory is bounded, since only the latest entries of each kind are kept.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from libra.serve.gateway.usage import Usage
 from libra.serve.gateway.watcher import End, RoutedTurn, Watcher
 from libra.trajectory import Trajectory
 
-DECISIONS, ENDED = 40, 512  # that are kept
+DECISIONS, ENDED = 40, 512  # entries that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class RecentDecision:
-    """A turn that the policy sent to an engine, at a time of the clock."""
+    """A turn that the policy sent to an engine at wall-clock time `at`."""
 
     at: float
     trajectory: str
@@ -31,30 +31,30 @@ class RecentDecision:
 
 
 class Recent(Watcher):
-    """Remembers the events that it watches; `clock` gives wall-clock seconds."""
+    """Keeps the events that it watches; `clock` returns wall-clock seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.decisions: deque[RecentDecision] = deque(maxlen=DECISIONS)
-        self.ended_trajectories: deque[tuple[float, Trajectory]] = deque(maxlen=ENDED)  # with the time of each
-        self.generated: dict[str, int] = {}  # tokens, by engine
+        self.ended_trajectories: deque[tuple[float, Trajectory]] = deque(maxlen=ENDED)  # (time of the end, trajectory)
+        self.generated: dict[str, int] = {}  # generated tokens by engine
         self.decided = 0  # decisions since the start
         self.closings = 0  # trajectories that ended since the start
         self._clock = clock
-        self._engines: OrderedDict[str, str] = OrderedDict()  # of trajectories in progress
-        self._open: dict[RoutedTurn, str] = {}  # turns, with the engine of each; empty: none
+        self._engines: OrderedDict[str, str] = OrderedDict()  # engine of the latest turn, by trajectory in progress
+        self._open: dict[RoutedTurn, str] = {}  # engine of each turn in progress; empty before its placement
 
     @property
     def turns(self) -> int:
-        """Turns that have arrived and are not over."""
+        """Number of turns that have arrived and are not over."""
         return len(self._open)
 
     @property
     def waiting(self) -> int:
-        """Turns that have arrived and have had no engine yet."""
+        """Number of turns that have arrived and are not placed yet."""
         return sum(not engine for engine in self._open.values())
 
     def engine_of(self, trajectory: str) -> str:
-        """The engine of the trajectory's latest turn; empty: none yet."""
+        """The engine of the trajectory's latest turn; empty before its first placement."""
         return self._engines.get(trajectory, "")
 
     def begun(self, turn: RoutedTurn) -> None:

@@ -1,7 +1,7 @@
 """One turn on one engine: forwards the body, and passes the answer back unchanged.
 
-Invariant: until the first byte of an answer has reached the client, a failure of the engine gives no response, and the
-caller may retry on another engine. A later failure is an error event at the end of the stream.
+Invariant: until the first byte of an answer has reached the client, a failure of the engine returns no response, so the
+caller may retry on another engine. A later failure becomes an error event at the end of the stream.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from libra.serve.gateway.traced import passed_back
 from libra.serve.gateway.upstreams import Attempt, Fault, TurnFailure, untraced
 from libra.serve.gateway.usage import AnswerReader, Usage
 
-_FAULTS = {  # by status of an answer
+_FAULTS = {  # by status of an engine's answer
     429: Fault.BUSY,
     500: Fault.ERROR,
     502: Fault.GONE,
     503: Fault.BUSY,
     504: Fault.GONE,
-    508: Fault.GONE,  # it is a gateway, and one of its engines leads back here
+    508: Fault.GONE,  # the engine is a gateway that sends turns back to this one
 }
-_LATEST = 4  # events of a stream in which its end is looked for
-_AT_ONCE = 2**15  # bytes, less than a connection buffers before a writer has to wait
-_LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
+_LATEST = 4  # last events of a stream that are searched for its end
+_AT_ONCE = 2**15  # bytes; less than a connection buffers before a writer must wait
+_LARGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
 _SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # the gateway reads the answer
-_PASSED = ("Content-Type", "Content-Encoding", "Retry-After", "Server-Timing")  # headers of an answer
+_PASSED = ("Content-Type", "Content-Encoding", "Retry-After", "Server-Timing")  # headers passed back to the client
 
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """A turn that an engine served."""
+    """The result of a turn on one engine."""
 
-    response: web.StreamResponse | None  # to the client; None: nothing has reached it, and the turn may be retried
-    usage: Usage | None = None  # None: not answered, or the engine did not report it
-    failure: TurnFailure | None = None  # perhaps in the middle of a stream
-    said: Said | None = None  # what the engine said, where the reader collects it
+    response: web.StreamResponse | None  # to the client; None: the client has received nothing, and a retry is possible
+    usage: Usage | None = None  # None: no answer, or the engine did not report tokens
+    failure: TurnFailure | None = None  # possibly in the middle of a stream
+    said: Said | None = None  # contents of the answer, if the reader collects them
 
 
 async def relay(
@@ -57,7 +57,8 @@ async def relay(
     *,
     stream: bool,
 ) -> Relayed:
-    """Send `body` to a path of the engine; `reader` reads the answer. `headers` are added to those of every turn."""
+    """Send `body` to a path of the engine; `reader` reads the answer. `headers` are sent in addition to those of every
+    turn."""
     engine = attempt.engine
     address = engine.address
     response: web.StreamResponse | None = None
@@ -74,10 +75,10 @@ async def relay(
                 usage = await _stream(request, response, attempt, answer, reader)
                 return Relayed(response, usage, said=reader.said)
             return await _whole(request, attempt, answer, reader)
-    except (OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
+    except (OSError, ValueError) as error:  # ValueError: the answer is not HTTP
         untraced(error)
         why = str(error) or type(error).__name__
-        if isinstance(error, ValueError):  # perhaps because of the turn: one turn must not stop every engine
+        if isinstance(error, ValueError):  # the turn may cause it, and one turn must not stop every engine
             failed = TurnFailure(f"the answer of engine {engine.id} is invalid: {why}", Fault.ERROR)
         else:
             failed = TurnFailure(f"engine {engine.id} was lost: {why}", Fault.GONE)
@@ -119,17 +120,17 @@ async def _whole(request: web.Request, attempt: Attempt, answer: EngineConnectio
 async def _stream(
     request: web.Request, response: web.StreamResponse, attempt: Attempt, answer: EngineConnection, reader: AnswerReader
 ) -> Usage | None:
-    """Pass each event on when it ends. None: the client has left, or the engine reported no usage."""
+    """Pass each event on when it ends. Returns None if the client has left, or the engine reported no usage."""
     passing = _Passing(request, response, attempt, reader)
     try:
         while piece := await answer.readany(passing.at_once):
             passed = passing.cut(piece)
-            if passed and not await _write(response, request, passed):  # before the first write a retry is possible
+            if passed and not await _write(response, request, passed):  # a retry is possible before the first write
                 return None
     except OSError:
         if not passing.complete():
             raise
-        # Only the end of the message is missing: the client has the whole answer.
+        # The client has the whole answer: only the end of the HTTP message is missing.
     rest = passing.rest()
     if not passing.complete():
         raise ValueError("the stream ended early")
@@ -140,18 +141,18 @@ async def _stream(
 
 
 class _Passing:
-    """Events of an answer on their way to the client."""
+    """Passes the events of an answer on to the client."""
 
     def __init__(
         self, request: web.Request, response: web.StreamResponse, attempt: Attempt, reader: AnswerReader
     ) -> None:
-        self._latest: deque[bytes] = deque(maxlen=_LATEST)  # events
+        self._latest: deque[bytes] = deque(maxlen=_LATEST)  # the last events
         self._request, self._response, self._attempt, self._reader = request, response, attempt, reader
         self._events = EventStream()
 
     def cut(self, piece: bytes) -> bytes:
-        """The events for the client that end in the next piece of the stream. Raises ValueError for an event that is
-        too large."""
+        """The events for the client that this piece of the stream completes. Raises `ValueError` for an event above the
+        size limit."""
         self._attempt.touch()
         events = self._events.feed(piece)
         if not events:
@@ -162,19 +163,19 @@ class _Passing:
         return b"".join([event for event in events if self._reader.event(event)])
 
     def complete(self) -> bool:
-        """Whether the last events end a stream. Keep-alives, for example, may follow its last event."""
+        """Whether one of the last events ends the stream. Keep-alives, for example, may follow its last event."""
         return self._reader.ended(b"".join(self._latest))
 
     def rest(self) -> bytes:
-        """The event that the stream left unfinished."""
+        """The bytes of an event that the stream did not complete."""
         if rest := self._events.rest():
             self._latest.append(rest)
             self._reader.event(rest)
         return rest
 
     def at_once(self, piece: bytes) -> bool:
-        """Pass a small piece on at once if the client keeps up. This saves a wake-up of the turn's task. False:
-        the task has to take the piece."""
+        """Pass a small piece on at once if the client keeps up, which saves a wake-up of the turn's task. Returns False
+        if the task must take the piece."""
         transport = self._request.transport
         if len(piece) > _AT_ONCE or self._events.unfinished or not self._response.prepared:
             return False
@@ -186,7 +187,7 @@ class _Passing:
 
 
 def _without_waiting(writing: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that has nothing to wait for."""
+    """Run a coroutine that never waits."""
     try:
         writing.send(None)
     except StopIteration:
@@ -195,7 +196,7 @@ def _without_waiting(writing: Coroutine[Any, Any, None]) -> None:
 
 
 async def _write(response: web.StreamResponse, request: web.Request, data: bytes) -> bool:
-    """Write to the client. False: it has left."""
+    """Write to the client. Returns False if the client has left."""
     try:
         if not response.prepared:
             await response.prepare(request)

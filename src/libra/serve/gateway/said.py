@@ -10,7 +10,7 @@ from libra.serve.answers import decoded
 
 
 class _Part(msgspec.Struct):
-    """A part of a message; Anthropic's may be a tool call."""
+    """A part of a message; a part of Anthropic's messages may be a tool call."""
 
     type: str = "text"
     text: str = ""
@@ -49,10 +49,10 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
-    content: list[_Part] | None = None  # of Anthropic, as the next two fields, which events have
+    content: list[_Part] | None = None  # Anthropic's, as are the next two fields, which only events have
     content_block: _Part | None = None
     delta: _Part | None = None
-    text: str | None = None  # of SGLang, as the next field: all of the sample so far
+    text: str | None = None  # SGLang's, as is the next field: the whole sample so far
     output_ids: list[int] | None = None
 
 
@@ -61,15 +61,15 @@ _answer = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class Said:
-    """Contents of one answer so far."""
+    """Contents of one answer, as received so far."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)  # ids of tool calls
-    unread: bool = False  # a part of it could not be read
+    calls: list[str] = field(default_factory=list)  # ids of the tool calls
+    unread: bool = False  # whether a part of it could not be read
 
     def add(self, answer: bytes) -> None:
-        """Add a whole answer, or the data of an event."""
+        """Add a whole answer, or the data of one event."""
         if answer in (b"", b"[DONE]"):
             return
         try:

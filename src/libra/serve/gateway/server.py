@@ -1,6 +1,6 @@
 """The gateway's HTTP application: its parts, and the requests about trajectories and the gateway itself.
 
-Turns are in `turns`, control requests in `control`, engines that join and leave in `workers`.
+`turns` has the path of a turn, `control` the control requests, and `workers` the engines that join and leave.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from libra.serve.gateway.watcher import Watcher, watched_by
 from libra.serve.gateway.workers import Workers
 from libra.trajectory import Trajectory
 
-_EXPIRE_SECONDS = 60.0  # between two searches for idle trajectories, at most
-_GAUGES = {  # of an engine
-    "healthy": "1 if in service.",
+_EXPIRE_SECONDS = 60.0  # longest time between two searches for idle trajectories
+_GAUGES = {  # for each engine
+    "healthy": "1 if the engine is in service.",
     "in_flight": "Turns in flight.",
-    "load_tokens": "Context tokens of the turns in flight, with those of other clients.",
-    "token_seconds": "Expected seconds per generated token of one more turn, by the turns that have ended.",
+    "load_tokens": "Context tokens of the turns in flight, including those of other clients.",
+    "token_seconds": "Expected seconds per generated token for one more turn, estimated from ended turns.",
 }
 
 
 class Gateway:
     """Calls `keep` with every trajectory that ends, finished or not, before the policy learns from it. `keep` may raise
-    `DiskError`: then the trajectory has not ended, and may be ended again. `guarded`: clients send the gateway a
-    token, which is not for engines."""
+    `DiskError`; the trajectory has then not ended, and can be ended again. `guarded`: clients send the gateway's own
+    token, which engines must not get."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Gateway:
         return web.Response(status=204)
 
     async def _finish_session(self, request: web.Request) -> web.Response:
-        """The end of a session, as sent by clients of vllm-router: without an outcome, and possibly twice."""
+        """End a session for a client of vllm-router, which sends no outcome and may repeat the request."""
         id = request.query.get("session_id", "")
         if not 1 <= len(id) <= ID_LENGTH:
             given = next((name for name in SESSION_HEADERS if name in request.headers), None)
@@ -183,7 +183,7 @@ class Gateway:
         )
 
     async def _plan(self, _: web.Request) -> web.Response:
-        """The present values of the keys in the gateway's file, and the lengths seen."""
+        """The current values of the keys in the gateway's file, and the lengths of ended trajectories."""
         engines = [
             {"name": it.id, "url": it.section.url, "max_model_len": it.capacity_tokens, "bucket": it.bucket}
             for it in self.upstreams.all.values()
@@ -213,8 +213,8 @@ class Gateway:
 
 
 def _no_trajectory(id: str) -> RefusedRequest:
-    return RefusedRequest(f"trajectory {id} is unknown: its turns name it in the field libra.trajectory", 404)
+    return RefusedRequest(f"trajectory {id} is unknown: name one that a turn gave in the field libra.trajectory", 404)
 
 
 def _not_finished(id: str, error: DiskError) -> web.Response:
-    return refused(f"trajectory {id} is not finished, finish it again later: {error}", 503, RETRY_AFTER)
+    return refused(f"trajectory {id} is not finished: {error}; finish it again later", 503, RETRY_AFTER)

@@ -1,7 +1,7 @@
-"""The trajectory that a request belongs to: by the field `libra`, a header, the body's metadata, or its prompt.
+"""Assigns each request to a trajectory, by the field `libra`, a header, the body's metadata, or the prompt.
 
-Invariant: the field takes precedence over headers, and headers over metadata. A request that names no trajectory gets
-the one whose history it continues, or a new one of its own.
+Invariant: the field takes precedence over headers, and headers over metadata. A request that names no trajectory
+continues the one with a matching history, or begins a new one.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ from libra.serve.gateway.said import Said
 from libra.serve.gateway.turn_bodies import TurnBody
 from libra.serve.gateway.unnamed import UnnamedSessions
 
-SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")  # of vllm-router's and of SGLang's clients
+SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")  # of clients of vllm-router and SGLang
 
 
 @dataclass(frozen=True, slots=True)
 class TurnSession:
     """The trajectory of one request."""
 
-    field: LibraField  # given by the client, or made from the client's other fields
-    lone: bool = False  # the trajectory has no other turn
-    strict: bool = True  # a concurrent second turn is refused; otherwise it gets a trajectory of its own
-    history: PromptHistory | None = None  # of a trajectory without a name, by which its next turn is found
+    field: LibraField  # from the client, or made from the request's header, metadata or prompt
+    lone: bool = False  # whether the trajectory has only this turn
+    strict: bool = True  # a second concurrent turn is refused; if False, it becomes a trajectory of its own
+    history: PromptHistory | None = None  # of a trajectory without a name; its next turn is found by it
 
 
 class Sessions:
-    """Call `of` with each request, then `ended` with its session once the turn has ended."""
+    """The sessions of a gateway. Call `of` with each request, then `ended` once its turn has ended."""
 
     def __init__(self) -> None:
         self.unnamed = UnnamedSessions()
-        self._run = secrets.token_hex(4)  # names are not given again by another gateway with the same log
+        self._run = secrets.token_hex(4)  # keeps names unique among gateways with the same log
         self._numbers = count(1)
 
     def of(self, format: TurnFormat, headers: Mapping[str, str], body: TurnBody) -> TurnSession:
-        """Raises ValueError for a malformed name, and for a trajectory that requests several samples."""
+        """The session of a request. Raises `ValueError` for a malformed name, and for a named trajectory with several
+        samples."""
         samples = body.samples()
         if (named := _named(headers, body)) is not None:
             if samples > 1:
                 raise ValueError(
-                    f"trajectory {named.trajectory}: the request asks for {samples} samples, and a turn of a trajectory"
-                    " has one: send one request for each, with a trajectory of its own"
+                    f"trajectory {named.trajectory}: the request asks for {samples} samples, but a turn of a trajectory"
+                    " has one: send one request for each sample, with a trajectory of its own"
                 )
             return TurnSession(named, strict=body.libra is not None)
         history = None
@@ -59,12 +60,12 @@ class Sessions:
         return TurnSession(LibraField(id, tool=body.returned()), history=history)
 
     def lone(self) -> TurnSession:
-        """A trajectory of one turn."""
+        """A trajectory with only one turn."""
         return TurnSession(LibraField(f"turn {next(self._numbers)}"), lone=True)
 
     def ended(self, session: TurnSession, said: Said | None) -> list[str]:
-        """Remember a trajectory without a name. `said`: None if the turn got no answer. Returns the trajectories that
-        are forgotten to make room."""
+        """Keep the history of a trajectory without a name. `said` is None if the turn got no answer. Returns the
+        trajectories that were dropped to make room."""
         history = session.history
         if history is None:
             return []
@@ -73,7 +74,8 @@ class Sessions:
 
 
 def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
-    """The field of a request that names its trajectory. If the field has no tool return, the messages give it."""
+    """The field of a request that names its trajectory, otherwise None. A missing tool return is taken from the
+    messages."""
     if (given := body.libra) is not None:
         if given.tool is None:
             given.tool = body.returned()
@@ -88,7 +90,7 @@ def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
 
 
 def _seed(format: TurnFormat, headers: Mapping[str, str], body: TurnBody) -> int:
-    """Hash of the common parts of a session's requests, without the prompt: clients with different bearer tokens never
-    share a session."""
+    """Hash of everything except the prompt that a session's requests share. It includes the bearer token, so clients
+    with different tokens never share a session."""
     own = headers.get("Authorization")
     return hash((format.path, bytes(body.model), bytes(body.preamble), own))

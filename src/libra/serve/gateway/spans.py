@@ -1,8 +1,8 @@
 """Spans of trajectories, turns and tool calls, by OpenTelemetry's conventions for generative AI.
 
-Invariant: each turn has one span `chat`, whatever its outcome. Turns of a trajectory, and a span `execute_tool` for
-each tool return, belong to one span `invoke_agent`, from the first turn to the trajectory's end. If the request of a
-turn has a `traceparent`, the turn's span is a child of that one, and is linked to its `invoke_agent`. The engine gets
+Invariant: each turn has one span `chat`, whatever its outcome. The turns of a trajectory, and a span `execute_tool` for
+each tool return, belong to one span `invoke_agent`, from the first turn to the trajectory's end. If a turn's request
+has a `traceparent`, the turn's span is a child of the caller's span, with a link to its `invoke_agent`. The engine gets
 the `traceparent` of the turn's span.
 """
 
@@ -25,9 +25,9 @@ from libra.serve.gateway.usage import Usage
 from libra.serve.gateway.watcher import UNCOUNTED, End, RoutedTurn, Watcher
 from libra.trajectory import Trajectory
 
-_MODEL_BYTES = 256  # of a model's name; a longer one is not passed on
-_PROVIDER = "libra"  # the engines' own is not known
-_OPEN = "open"  # a trajectory that is unfinished when the gateway ends
+_MODEL_BYTES = 256  # longest name of a model that is passed on
+_PROVIDER = "libra"  # since the engines' provider is unknown
+_OPEN = "open"  # end of a trajectory that is unfinished when the gateway stops
 _headers = TraceContextTextMapPropagator()
 _text = msgspec.json.Decoder(str)
 
@@ -37,15 +37,15 @@ class _Agent:
     """A trajectory with an open span."""
 
     span: Span
-    context: Context  # with that span
-    answered: int | None = None  # time of the answer to its last turn, in ns; None once a tool return has followed
-    turns: int = 0  # answered
+    context: Context  # contains `span`
+    answered: int | None = None  # time of the answer to its last turn, in ns; None after a tool return
+    turns: int = 0  # answered turns
     prompt_tokens: int = 0  # of all turns
     generated_tokens: int = 0
 
 
 class Spans(Watcher):
-    """Makes spans of the watched turns with `tracer`. `clock` gives wall-clock nanoseconds."""
+    """Makes spans of the watched turns with `tracer`. `clock` returns wall-clock nanoseconds."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], int] = time_ns) -> None:
         self._tracer, self._clock = tracer, clock
@@ -89,7 +89,7 @@ class Spans(Watcher):
         return agent
 
     def _returned(self, agent: _Agent, id: str, returned: ToolReturn, now: int) -> None:
-        """Make the span of a tool call, which lasts from the answer to the previous turn until now."""
+        """Make the span of a tool call, from the answer to the previous turn until now."""
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.conversation.id": id,
@@ -170,7 +170,7 @@ class Spans(Watcher):
 
 
 def _model(turn: RoutedTurn) -> str:
-    """The model's name; empty if the request has none that a span can hold."""
+    """The model's name; empty if the request has none, or an invalid or too long one."""
     raw = memoryview(turn.body.model)
     if not 2 < len(raw) <= _MODEL_BYTES:
         return ""

@@ -1,4 +1,4 @@
-"""Names of tools in the messages of a chat: a message of the role `tool` answers an earlier call that has the name."""
+"""Names of tools in the messages of a chat. A message with role `tool` answers an earlier call, which has the name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra.live.trajectories import UNKNOWN_TOOL
 from libra.serve.answers import decoded
 from libra.serve.gateway.libra_field import ReportedReturn
 
-_SEARCHED = 64  # the call of a tool return is searched among this number of last messages
+_SEARCHED = 64  # last messages that are searched for the call of a tool return
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -35,8 +35,8 @@ _list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def tool_of(messages: bytes) -> ReportedReturn | None:
-    """The tool return that ends a chat, with the tool's name from the call with the same id. None: the chat ends with
-    another message, or is malformed and left to the engine."""
+    """The tool return that ends a chat, with the tool's name from the call with the same id. None if the chat ends with
+    another message, or is malformed, which the engine will report."""
     if b'"tool"' not in messages:
         return None
     try:
@@ -53,6 +53,6 @@ def tool_of(messages: bytes) -> ReportedReturn | None:
 
 
 def _calls(messages: list[msgspec.Raw]) -> Iterator[_Call]:
-    """Tool calls of these messages, the latest message first."""
+    """Tool calls of these messages, those of the latest message first."""
     for message in reversed(messages):
         yield from decoded(_message, bytes(message)).tool_calls or ()

@@ -1,7 +1,7 @@
-"""Bodies of requests that generate, one class for each shape that clients send.
+"""Bodies of requests that generate; each shape that clients send has a class.
 
-Invariant: only fields that routing needs are decoded. Prompts stay raw JSON: a prompt of token ids is counted without
-decoding it, and bodies are forwarded unchanged except for added fields. Lengths are tokens.
+Invariant: only the fields that routing needs are decoded. Prompts stay raw JSON; token ids are counted without decoding
+them. Bodies are forwarded unchanged except for added fields. Lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.serve.answers import decoded
 from libra.serve.gateway.libra_field import Id, LibraField, ReportedReturn
 from libra.serve.gateway.tool_calls import tool_of
 
-_CHARACTERS = 4  # per token of text: a guess until the engine has counted
+_CHARACTERS = 4  # per token of text; an estimate until the engine reports the number
 
 
 class _StreamOptions(msgspec.Struct):
@@ -28,7 +28,7 @@ class _Metadata(msgspec.Struct):
 
 
 class TurnBody(msgspec.Struct, kw_only=True):
-    """A request to generate. Raw fields are not decoded: the engine validates them."""
+    """A request to generate. Raw fields are not decoded here: the engine validates them."""
 
     model: msgspec.Raw = msgspec.Raw()
     stream: bool | None = None
@@ -50,7 +50,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
     @property
     @abstractmethod
     def limits(self) -> tuple[msgspec.Raw, ...]:
-        """Fields that limit the tokens to generate, in order of precedence."""
+        """Fields that limit the generated tokens, in order of precedence."""
 
     @property
     def choices(self) -> msgspec.Raw:
@@ -58,12 +58,12 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return msgspec.Raw()
 
     def returned(self) -> ReportedReturn | None:
-        """The tool return that ends the history, if the shape names it."""
+        """The tool return that ends the history, if this kind of body names it."""
         return None
 
     @property
     def session_id(self) -> str | None:
-        """The session named by `metadata`. Raises ValueError if it is malformed."""
+        """The session that `metadata` names; None without one. Raises `ValueError` if `metadata` is malformed."""
         metadata = bytes(self.metadata)
         if metadata in _ABSENT:
             return None
@@ -76,7 +76,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the client wants a usage event. Raises ValueError if stream_options are malformed."""
+        """Whether the client wants a usage event. Raises `ValueError` if `stream_options` is malformed."""
         if len(memoryview(self.stream_options)) > FIELD_BYTES:
             raise ValueError(f"stream_options: more than {FIELD_BYTES} bytes")
         if bytes(self.stream_options) in _ABSENT:
@@ -97,22 +97,22 @@ class TurnBody(msgspec.Struct, kw_only=True):
         return bytes(memoryview(self.priority)[:5]) not in _ABSENT
 
     def needs(self, longest: int, usual: int) -> tuple[int, int]:
-        """Tokens of the turn's context, and of the room beyond: `usual` if the body gives no limit. Raises ValueError
-        for a turn that no engine of `longest` tokens can ever hold."""
+        """Tokens of the turn's context, and of the room beyond it, which is at most `usual` if the body has no limit.
+        Raises `ValueError` for a turn that exceeds `longest`, the longest context of any engine."""
         most = next((it for it in map(_count, self.limits) if it is not None), None)
         context, counted = self.prompt_tokens()
         if (context if counted else 1) + (most or 1) > longest:
             prompt = f"a prompt of {context} tokens" if counted else "a prompt"
             raise ValueError(
-                f"{prompt} with max_tokens {most or 1} is more than any engine holds: the longest context is {longest}"
+                f"{prompt} with max_tokens {most or 1} exceeds the longest context of any engine, {longest} tokens"
             )
-        context = min(context, longest - (most or 1))  # an estimate must not refuse a turn: the engine counts
+        context = min(context, longest - (most or 1))  # an estimate must not refuse a turn: the engine counts exactly
         return context, most or max(1, min(usual, longest - context))
 
     def prompt_tokens(self) -> tuple[int, bool]:
-        """Tokens of the prompt, and whether that is exact: token ids are counted, text is estimated by its length."""
+        """Tokens of the prompt, and whether they are exact. Token ids are counted; text is estimated by its length."""
         prompt = bytes(self.history).strip()
-        if prompt.startswith(b"[") and b'"' not in prompt:  # without a copy: it may have megabytes
+        if prompt.startswith(b"[") and b'"' not in prompt:  # no decoding: it may have megabytes
             tokens = 0 if _EMPTY_LIST.fullmatch(prompt) else prompt.count(b",") + 1
             return tokens, prompt.rfind(b"[") == 0
         return -(-(len(prompt) + len(memoryview(self.preamble))) // _CHARACTERS), False
@@ -126,7 +126,7 @@ class TurnBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(TurnBody, kw_only=True):
-    """/v1/completions."""
+    """Body of /v1/completions."""
 
     prompt: msgspec.Raw = msgspec.Raw()
     max_tokens: msgspec.Raw = msgspec.Raw()
@@ -149,7 +149,7 @@ class CompletionBody(TurnBody, kw_only=True):
 
 
 class ChatBody(TurnBody, kw_only=True):
-    """/v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     messages: msgspec.Raw = msgspec.Raw()
     max_tokens: msgspec.Raw = msgspec.Raw()
@@ -178,7 +178,7 @@ class _TokenSampling(msgspec.Struct):
 
 
 class TokenBody(TurnBody, kw_only=True):
-    """vLLM's /inference/v1/generate."""
+    """Body of vLLM's /inference/v1/generate."""
 
     token_ids: msgspec.Raw = msgspec.Raw()
     sampling_params: _TokenSampling | None = None
@@ -202,7 +202,7 @@ class _SGLangSampling(msgspec.Struct):
 
 
 class SGLangBody(TurnBody, kw_only=True):
-    """SGLang's /generate. A batch with separate sampling parameters for each prompt is refused."""
+    """Body of SGLang's /generate. A batch with separate sampling parameters for each prompt is refused."""
 
     input_ids: msgspec.Raw = msgspec.Raw()
     text: msgspec.Raw = msgspec.Raw()
@@ -225,7 +225,7 @@ class SGLangBody(TurnBody, kw_only=True):
 
 
 class ResponseBody(TurnBody, kw_only=True):
-    """/v1/responses."""
+    """Body of /v1/responses."""
 
     input: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -245,7 +245,7 @@ class ResponseBody(TurnBody, kw_only=True):
 
 
 class MessageBody(TurnBody, kw_only=True):
-    """Anthropic's /v1/messages."""
+    """Body of Anthropic's /v1/messages."""
 
     messages: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
@@ -273,22 +273,22 @@ _stream_options, _metadata = msgspec.json.Decoder(_StreamOptions), msgspec.json.
 
 
 def _count(value: msgspec.Raw) -> int | None:
-    """A whole number above 0. None: the field is absent, or not such a number, which the engine refuses."""
+    """A whole number above 0. None if the field is absent or is something else, which the engine will refuse."""
     digits = bytes(memoryview(value)[: _LONGEST_COUNT + 1])
     return int(digits) or None if digits.isdigit() and len(digits) <= _LONGEST_COUNT else None
 
 
 def _listed(prompt: msgspec.Raw) -> int:
-    """Number of prompts in a field that holds one prompt or a list of prompts, as texts or as lists of token ids."""
-    if _SEVERAL.match(memoryview(prompt)) is None:  # without a copy: it may have megabytes
+    """Number of prompts in a field with one prompt or a list of prompts, as texts or as lists of token ids."""
+    if _SEVERAL.match(memoryview(prompt)) is None:  # a view, since a copy may take megabytes
         return 1
-    listed = bytes(prompt)  # counted without an object for each prompt: there may be millions
+    listed = bytes(prompt)  # counted without decoding, since there may be millions of prompts
     if b'"' not in listed:
         return listed.count(b"[") - 1
     return listed.replace(rb"\\", b"").replace(rb"\"", b"").count(b'"') // 2
 
 
 def with_field(body: bytes, name: str, value: bytes) -> bytes:
-    """A non-empty JSON object with a field, `value` as JSON, appended. Parsers use the last of two fields with the
-    same name."""
+    """`body`, a non-empty JSON object, with a field appended; `value` is JSON. Of two fields with the same name,
+    parsers use the last."""
     return b"".join((body.rstrip()[:-1], b',"%s":' % name.encode(), value, b"}"))

@@ -1,7 +1,7 @@
 """The path of a turn through the gateway: to its trajectory, to the policy's engine, and back.
 
-Invariant: a turn is retried on another engine until its answer begins to reach the client, and counted once. The policy
-is called from one event loop, so its calls are ordered.
+Invariant: a turn may be retried on another engine until its answer begins to reach the client, and it is counted once.
+The policy is called from one event loop, so its calls are ordered.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Turns:
     counts: Counts
     health: HealthMonitor
     client: EngineClient
-    mark_lost: Callable[[Upstream, str], None]  # takes an engine out of service, for this problem
+    mark_lost: Callable[[Upstream, str], None]  # called to take an engine out of service, with the problem
     watcher: Watcher
-    guarded: bool  # whether the clients' Authorization header is the gateway's own token
+    guarded: bool  # whether the clients' Authorization header has the gateway's own token
 
     async def serve(self, format: TurnFormat, request: web.Request) -> web.StreamResponse:
         raw = await body_of(request, GATEWAY.body_most(self.upstreams.longest))
@@ -78,7 +78,7 @@ class Turns:
             self._ended(turn, relayed)
 
     def _begun(self, format: TurnFormat, request: web.Request, raw: bytes) -> RoutedTurn:
-        """Raises ValueError for a request that must not reach an engine."""
+        """Parse and admit a turn. Raises `ValueError` for a request that must not reach an engine."""
         body = format.read(raw)
         context, room = body.needs(self.upstreams.longest, self.config.turn_tokens)
         wants_usage = format.asks_usage and body.wants_usage
@@ -90,13 +90,13 @@ class Turns:
 
     def _admitted(self, session: TurnSession) -> TurnSession:
         """The session, or a new session if the turn cannot belong to it. Raises `RefusedRequest` if there are too many
-        trajectories for a new one."""
+        trajectories to begin another."""
         id = session.field.trajectory
         if not session.strict and self.trajectories.is_in_flight(id):
             return self.sessions.lone()
         if session.lone or self.trajectories.has_room(id):
             return session
-        if session.history is not None:  # a next turn of this session is not looked up
+        if session.history is not None:  # without a name, a next turn of this session does not need to find it
             return self.sessions.lone()
         raise RefusedRequest("too many trajectories in progress: finish or forget some", 429, RETRY_AFTER)
 
@@ -118,14 +118,14 @@ class Turns:
             self.ends.expire(each)
 
     async def _route(self, turn: RoutedTurn) -> Relayed:
-        """Try engines until one answers, `max_attempts` at most."""
+        """Try engines, `max_attempts` at most, until one answers."""
         raw, body, returned = turn.raw, turn.body, turn.returned
         if turn.format.asks_usage and body.stream and not turn.wants_usage:
             raw = with_field(raw, "stream_options", body.with_usage)
         lost: TurnFailure | None = None
-        answer: web.Response | None = None  # latest error response of an engine to this turn
-        refusing: list[Upstream] = []  # that are full, or answered with an error
-        failing: list[Upstream] = []  # of these, those that answered with an error
+        answer: web.Response | None = None  # the latest error response of an engine to this turn
+        refusing: list[Upstream] = []  # engines that are full, or answered with an error
+        failing: list[Upstream] = []  # engines among them that answered with an error
         for number in range(self.config.max_attempts):
             try:
                 placement = await self._place(turn, returned, refusing)
@@ -135,7 +135,7 @@ class Turns:
                 if lost is None:
                     raise
                 raise UnavailableError(f"{error}; the last attempt: {lost.message}") from None
-            returned = None  # report it once
+            returned = None  # the policy gets it only once
             self.counts.retries += number > 0
             engine = self._chosen(placement)
             self.watcher.placed(turn, engine, placement)
@@ -167,7 +167,7 @@ class Turns:
         engine = self.upstreams.all.get(placement.instance)
         if engine is None:
             raise PolicyError(
-                f"policy {self.config.route}: it chose {placement.instance!r:.80}, which is not an engine"
+                f"policy {self.config.route}: its choice {placement.instance!r:.80} is not an engine; see GET /engines"
             )
         return engine
 
@@ -191,15 +191,16 @@ class Turns:
         return relayed
 
     def _judge(self, engine: Upstream, failure: TurnFailure) -> None:
-        """Take an engine out of service if it is lost, and check its health if it answered with an error."""
+        """Take an engine out of service if it is lost. Have its health checked if it answered with an error or is
+        full."""
         if failure.fault is Fault.GONE:
             self.mark_lost(engine, failure.message)
         elif failure.fault is not Fault.SILENT:
             self.health.doubt(engine)
 
     def _blame(self, engine: Upstream, failing: list[Upstream]) -> None:
-        """Note that `engine` served a turn that other engines failed. If no engine serves a turn, the turn may be the
-        cause."""
+        """Note that `engine` served a turn that the `failing` engines failed. Without an engine that serves it, the
+        turn itself may be the cause."""
         engine.served()
         for other in failing:
             if other.strike():
@@ -220,7 +221,7 @@ class Turns:
                 self.counts.migrations += placement.migrated
                 return placement
             if refusing:
-                raise UnavailableError("no other engine in service holds the turn")
+                raise UnavailableError("no other engine in service has room for the turn")
             try:
                 async with asyncio.timeout_at(until):
                     await self.upstreams.changed()
@@ -238,7 +239,7 @@ class Turns:
 
 
 def _trouble(relayed: Relayed | None) -> str:
-    """Reason why a turn was not counted, as one word."""
+    """Reason why a turn was not counted, in one word."""
     if relayed is None:
         error = sys.exception()
         return "no error" if error is None else type(error).__name__

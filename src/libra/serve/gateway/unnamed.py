@@ -1,10 +1,10 @@
-"""Sessions of clients that name none: a prompt belongs to the session whose last prompt and answer it continues.
+"""Sessions without a name: a prompt belongs to the session whose last prompt and answer it continues.
 
-Invariant: if a prompt continues several sessions, it gets the one with the longest last prompt, and among equals the
-one with the longest answer. If several sessions match and no answer distinguishes them, it gets none: a turn never
-counts for another session. There are never more than `most` sessions; a session takes a kilobyte at most, whatever its
-prompts. A search hashes the prompt once, by blocks. Two sessions with the same prompt and the same answer have the same
-history, so either may continue.
+Invariant: if a prompt continues several sessions, it gets the session with the longest last prompt, and among equals
+that with the longest answer. If several sessions match and no answer distinguishes them, it gets none, so a turn never
+counts for another session. Two sessions with the same prompt and the same answer have the same history, so either may
+continue. There are never more than `most` sessions; each takes a kilobyte at most, whatever its prompts. A search
+hashes the prompt once, by blocks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from libra.config.listeners import UNNAMED_SESSIONS
 from libra.serve.gateway.history import BLOCK, PromptHistory
 
-_SAME_PROMPT = 512  # most sessions with the same prompt; the oldest one is forgotten to make room
+_SAME_PROMPT = 512  # most sessions with the same prompt; above it, the oldest session is dropped
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A session between two turns. Its answer is kept as length and hash."""
+    """A session between two turns. Only the length and hash of its answer are kept."""
 
     end: tuple[int, int, int]  # `PromptHistory.end` of its last prompt
     unanswered: bool
-    length: int | None = None  # bytes of the answer; None: it is not known
+    length: int | None = None  # bytes of the answer in comparable form; None: unknown
     digest: int = 0
 
     def continued_by(self, following: bytes) -> bool:
@@ -33,19 +33,20 @@ class _Waiting:
 
 
 class UnnamedSessions:
-    """Call `claim` with each prompt, and `keep` once its turn has ended, under the claimed name or a new one."""
+    """The waiting sessions. Call `claim` with each prompt, and `keep` under the claimed or a new name after its
+    turn."""
 
     def __init__(self, most: int = UNNAMED_SESSIONS) -> None:
         self._most = most
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # least recently kept first
-        self._at: dict[tuple[int, int, int], dict[str, _Waiting]] = {}  # by end, longest waiting first
-        self._tails: dict[int, dict[int, int]] = {}  # by mark: number of tails, by length
+        self._at: dict[tuple[int, int, int], dict[str, _Waiting]] = {}  # by `end`, then by name; longest waiting first
+        self._tails: dict[int, dict[int, int]] = {}  # mark -> length of the tail -> number of sessions
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def claim(self, history: PromptHistory) -> str | None:
-        """The session that this prompt continues. The session then no longer waits for a prompt."""
+        """The session that this prompt continues, or None. The session then no longer waits for a prompt."""
         content = history.open
         for blocks in range(len(history.marks) - 1, -1, -1):
             mark = history.marks[blocks]
@@ -65,8 +66,8 @@ class UnnamedSessions:
         return None
 
     def keep(self, id: str, history: PromptHistory, said: bytes | None, answered: bool) -> list[str]:
-        """Let a session wait for its next prompt. `said` is the comparable form of the answer, None if the answer has
-        none. Returns the sessions that are forgotten to make room."""
+        """Have a session wait for its next prompt. `said` is the comparable form of the answer; None if it has none.
+        Returns the sessions that were dropped to make room."""
         waiting = _Waiting(history.end, not answered)
         if answered and said is not None:
             waiting.length, waiting.digest = len(said), hash(said)
@@ -83,7 +84,7 @@ class UnnamedSessions:
         return list(dict.fromkeys(given_up))
 
     def drop(self, id: str) -> None:
-        """Forget a waiting session; no error if it does not wait."""
+        """Drop a session if it waits for a prompt."""
         waiting = self._waiting.pop(id, None)
         if waiting is None:
             return
@@ -101,14 +102,14 @@ class UnnamedSessions:
 
 
 def _continued(at: dict[str, _Waiting], history: PromptHistory, end: int) -> str | None:
-    """The session that the prompt continues, among those with one last prompt, which ends at `end`."""
+    """The session in `at` that the prompt continues, or None. All their last prompts end at `end` of this prompt."""
     rest = history.open[end:]
     if not rest:
         return next((id for id, waiting in at.items() if waiting.unanswered), None)
     try:
         following = history.kind.following(rest)
     except (ValueError, OverflowError, IndexError):
-        return None  # malformed: the engine decides
+        return None  # the prompt is malformed, which the engine will report
     if following is None:
         return None
     longest = max(

@@ -1,8 +1,8 @@
 """The engines behind the gateway, and their turns in flight.
 
-Invariant: an engine is in service from a passed health check until it fails a turn or a check, or leaves. After
-`STRIKES` turns that it fails and another engine then serves, it is out of service for a while. Turns that wait for an
-engine are woken whenever one returns to service or a turn ends.
+Invariant: an engine is in service from a passed health check until it fails a turn or a check, or leaves. An engine
+that fails `STRIKES` turns which another engine then serves is out of service for `_REST_SECONDS`. Turns that wait for
+an engine wake up whenever an engine returns to service or a turn ends.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from libra.serve.gateway.config import UpstreamSection
 from libra.serve.gateway.engine_connections import EngineAddress
 from libra.serve.gateway.traced import sendable
 
-STRIKES = 3  # turns in sequence that an engine fails with status 500, and another engine serves
-_REST_SECONDS = 10.0  # out of service after these
+STRIKES = 3  # consecutive turns that an engine fails with status 500 and another engine serves
+_REST_SECONDS = 10.0  # out of service after these strikes
 _LOG = logging.getLogger(__name__)
 
 
 class Fault(Enum):
-    """Kinds of failure, by their consequence for the engine."""
+    """Kinds of failure, by their effect on the engine."""
 
-    GONE = auto()  # it leaves service
-    ERROR = auto()  # it stays, unless other engines serve the turns that it fails
-    BUSY = auto()  # it stays: its queue is full
-    SILENT = auto()  # it stays, since it is healthy; the turn, about which it is silent, is not retried
+    GONE = auto()  # the engine leaves service
+    ERROR = auto()  # the engine stays, unless other engines serve the turns that it fails
+    BUSY = auto()  # the engine stays, since only its queue is full
+    SILENT = auto()  # the engine stays, since it is healthy; the turn is not retried
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFailure:
-    """Reason why a turn got no answer from an engine. It is a value and no exception: a stored exception and its frames
+    """Reason why a turn got no answer from an engine. It is not an exception, since a stored exception and its frames
     would refer to each other."""
 
     message: str
@@ -51,15 +51,15 @@ class TurnFailure:
 
 
 def untraced(error: BaseException | None) -> None:
-    """Drop the frames that an error and its causes refer to: aiohttp's client keeps errors in some of them, and cyclic
-    garbage is rarely collected here."""
+    """Drop the frames of an error and its causes. aiohttp's client keeps errors in some of these frames, and the
+    resulting cycles would rarely be collected here."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 async def whole_of(answer: ClientResponse, most: int) -> bytes:
-    """The body of an answer. Raises ValueError if it has more than `most` bytes."""
+    """The body of an answer. Raises `ValueError` if it has more than `most` bytes."""
     body = bytearray()
     while piece := await answer.content.readany():
         body += piece
@@ -69,19 +69,19 @@ async def whole_of(answer: ClientResponse, most: int) -> bytes:
 
 
 class Upstream(LiveServer):
-    """One server."""
+    """One engine behind the gateway."""
 
     def __init__(self, section: UpstreamSection, pace: Pace) -> None:
-        super().__init__(section.name, section.bucket, section.max_model_len or 0, pace)  # 0: not known, out of service
+        super().__init__(section.name, section.bucket, section.max_model_len or 0, pace)  # 0: unknown; not in service
         self.section = section
         self.address = EngineAddress.of(section.root)
         self.healthy = False
         self.problem: str | None = None  # why it is out of service; None also before the first check
-        self.look = asyncio.Event()  # set to check its health now, or soon if it is out of service
-        self.turns = 0  # answered
+        self.look = asyncio.Event()  # set to have its health checked soon
+        self.turns = 0  # answered turns
         self.attempts: set[Attempt] = set()
-        self.last_byte = 0.0  # when it last sent anything, on the event loop's clock
-        self.checked = -_REST_SECONDS  # when its health was last asked for
+        self.last_byte = 0.0  # time on the event loop's clock at which it last sent anything
+        self.checked = -_REST_SECONDS  # time of its last health check
         self.rests_until = 0.0
         self._strikes = 0
 
@@ -94,7 +94,7 @@ class Upstream(LiveServer):
         self._strikes = 0
 
     def strike(self) -> bool:
-        """Note that another engine served a turn that this one failed. True: it has to leave service."""
+        """Note that another engine served a turn that this one failed. Returns True if this one must leave service."""
         self._strikes += 1
         if self._strikes < STRIKES:
             return False
@@ -103,7 +103,7 @@ class Upstream(LiveServer):
         return True
 
     def authorization(self, request: web.Request | None) -> dict[str, str]:
-        """The header with the engine's own token, or else the client's header."""
+        """The Authorization header for the engine: its own token, or if it has none, the client's header."""
         value = self.section.authorization()
         if value is None and request is not None and (own := request.headers.get("Authorization")) is not None:
             value = sendable("Authorization", own)
@@ -111,16 +111,16 @@ class Upstream(LiveServer):
 
 
 class Attempt:
-    """One turn on one engine: an async context around all waits for the engine."""
+    """One turn on one engine, as an async context around all waits for the engine."""
 
     def __init__(self, upstreams: Upstreams, engine: Upstream, context: int) -> None:
         self.engine = engine
-        self.failure: TurnFailure | None = None  # why it was aborted
+        self.failure: TurnFailure | None = None  # reason for the abort
         self._now = asyncio.get_running_loop().time
-        self.last_byte = self._now()  # when the engine last sent anything of this turn
+        self.last_byte = self._now()  # time at which the engine last sent anything of this turn
         self._upstreams, self._context, self._scope = upstreams, context, asyncio.timeout(None)
         self._held: HeldTurn | None = None
-        self.took: Took | None = None  # once it is over
+        self.took: Took | None = None  # set at the end
 
     async def __aenter__(self) -> Self:
         await self._scope.__aenter__()
@@ -142,7 +142,7 @@ class Attempt:
         self.last_byte = self.engine.last_byte = self._now()
 
     def abort(self, failure: TurnFailure) -> None:
-        """End the context with TimeoutError; `failure` holds the reason."""
+        """End the context with `TimeoutError`; `failure` is the reason."""
         if self.failure is None:
             self.failure = failure
             self._scope.reschedule(asyncio.get_running_loop().time())
@@ -170,12 +170,12 @@ class Upstreams:
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Largest final context of each bucket. Without limits of its own there is one bucket."""
+        """Largest final context of each bucket. Without configured limits there is one bucket."""
         return self._limits or (max(1, self.longest),)
 
     def fleet(self, turn_tokens: int, without: Collection[Upstream] = ()) -> Fleet:
-        """The engines in service, with the room that a turn needs; valid until the next call. `without`: excluded
-        engines."""
+        """The engines in service except `without`, with the room that a turn needs. The value is valid until the next
+        call."""
         if without:
             left = tuple(engine for engine in self.instances if engine not in without)
             return TurnFleet(left, self.limits, turn_tokens)
@@ -183,7 +183,7 @@ class Upstreams:
         return self._fleet
 
     def join(self, section: UpstreamSection) -> Upstream:
-        """Add an engine, which is in service once it passes a check."""
+        """Add an engine. It enters service once it passes a check."""
         engine = self.all[section.name] = self._upstream(section)
         self.refresh()
         return engine
@@ -198,7 +198,7 @@ class Upstreams:
             self.refresh()
 
     def leave(self, engine: Upstream) -> None:
-        """Send the engine no more turns. Those in flight continue."""
+        """Send the engine no more turns. Its turns in flight continue."""
         del self.all[engine.id]
         self.refresh()
 
@@ -214,7 +214,7 @@ class Upstreams:
             _LOG.warning("engine %s is in service", engine.id)
 
     def mark_lost(self, engine: Upstream, problem: str) -> bool:
-        """Take an engine out of service. False: it was not in service."""
+        """Take an engine out of service. Returns False if it was not in service."""
         known, engine.problem = engine.problem, problem
         if engine.healthy or known is None:
             _LOG.warning("engine %s is out of service: %s", engine.id, problem)
@@ -226,7 +226,7 @@ class Upstreams:
         return True
 
     def refresh(self) -> None:
-        """Update the set of engines after changes."""
+        """Update the set of engines after a change of one of them."""
         self.longest = max((engine.capacity_tokens for engine in self.all.values()), default=0)
         self.instances = tuple(each for each in self.all.values() if each.healthy)
         self._fleet = IndexedFleet(self.instances, self.limits, 0)
@@ -237,6 +237,6 @@ class Upstreams:
         await self._changed.wait()
 
     def announce(self) -> None:
-        """Wake the waiters of `changed`."""
+        """Wake up the waiters of `changed`."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,6 +1,6 @@
-"""Tokens reported by an answer, read as it passes: one reader for each shape of answers.
+"""Readers of the tokens that an answer reports, used while it passes; each shape of answers has a reader.
 
-Invariant: a reader changes no byte of an answer. An event that does not parse is passed on and not counted.
+Invariant: a reader changes no byte of an answer. An event that cannot be parsed is passed on and not counted.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from libra.serve.gateway.event_stream import data_of
 from libra.serve.gateway.libra_field import Tokens
 from libra.serve.gateway.said import Said
 
-Usage = tuple[int, int]  # tokens of the prompt, and generated
+Usage = tuple[int, int]  # prompt tokens, generated tokens
 
 _REPORTS = b'"usage"'
 _DONE = b"[DONE]"
-_ERRORS = (b"event: error\n", b'data: {"error"')  # of vLLM's streams
+_ERRORS = (b"event: error\n", b'data: {"error"')  # error events in vLLM's streams
 T = TypeVar("T")
 
 
 class AnswerReader(ABC):
     """Reads one answer: call `whole` with its body, or `event` with each event of its stream."""
 
-    usage: Usage | None = None  # None: not reported so far
-    said: Said | None = None  # what the engine said; None: it is not collected
+    usage: Usage | None = None  # None: not reported yet
+    said: Said | None = None  # contents of the answer; None: not collected
 
     @abstractmethod
     def whole(self, answer: bytes) -> None:
-        """Read an answer in one piece."""
+        """Read an answer that is not streamed."""
 
     @abstractmethod
     def event(self, event: bytes) -> bool:
-        """Read an event. False: it is not for the client."""
+        """Read an event. Returns False if the client must not get it."""
 
     def ended(self, last: bytes) -> bool:
-        """Whether a stream whose last events are `last` is complete. An engine's error event also completes it."""
+        """Whether a stream with the last events `last` is complete. An engine's error event also completes it."""
         return self._complete(last) or any(mark in last for mark in _ERRORS)
 
     def _complete(self, last: bytes) -> bool:
@@ -60,7 +60,7 @@ _openai = msgspec.json.Decoder(_OpenAIAnswer)
 
 class OpenAIReader(AnswerReader):
     """Reader of completions and chats. The gateway always requests a stream's usage event; `wants_usage` tells whether
-    the client wants it, too."""
+    the client gets it."""
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
@@ -72,7 +72,7 @@ class OpenAIReader(AnswerReader):
         return _REPORTS not in event or self._read(data_of(event)) or self._wants_usage
 
     def _read(self, answer: bytes) -> bool:
-        """Take the usage, if there is one. Returns whether the answer has other content."""
+        """Take the usage if the answer has it. Returns whether the answer has other content."""
         read = _parsed(_openai, answer)
         if read is None or read.usage is None:
             return True
@@ -93,7 +93,7 @@ _tokens = msgspec.json.Decoder(_TokenAnswer)
 
 
 class _WholeReader(AnswerReader):
-    """Answers and events of the same shape; every event is for the client."""
+    """Reader of answers and events with the same shape; the client gets every event."""
 
     def whole(self, answer: bytes) -> None:
         self._read(answer)
@@ -107,8 +107,8 @@ class _WholeReader(AnswerReader):
 
 
 class TokenReader(_WholeReader):
-    """vLLM's /inference/v1/generate, whose answers hold token ids, and optionally usage. `prompt_tokens` are those of
-    the request."""
+    """Reader of vLLM's /inference/v1/generate, whose answers have token ids, and optionally usage. `prompt_tokens` is
+    the number in the request."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
@@ -142,7 +142,7 @@ _sglang = msgspec.json.Decoder(_SGLangAnswer | list[_SGLangAnswer])
 
 
 class SGLangReader(_WholeReader):
-    """SGLang's /generate: each event reports the tokens of its sample so far."""
+    """Reader of SGLang's /generate, where each event reports the tokens of its sample up to then."""
 
     def __init__(self) -> None:
         self._by_sample: dict[int, Usage] = {}
@@ -174,15 +174,15 @@ class _Holder(msgspec.Struct):
 
 class _InputAnswer(msgspec.Struct):
     usage: _InputUsage | None = None
-    response: _Holder | None = None  # of an event of /v1/responses
-    message: _Holder | None = None  # of the first event of /v1/messages
+    response: _Holder | None = None  # in events of /v1/responses
+    message: _Holder | None = None  # in the first event of /v1/messages
 
 
 _input = msgspec.json.Decoder(_InputAnswer)
 
 
 class InputReader(AnswerReader):
-    """/v1/responses and Anthropic's /v1/messages. `ends`: types of events that end a stream."""
+    """Reader of /v1/responses and Anthropic's /v1/messages. `ends` are the types of events that end a stream."""
 
     def __init__(self, *ends: bytes) -> None:
         self._ends = ends
@@ -205,7 +205,7 @@ class InputReader(AnswerReader):
                 self._take(holder.usage)
 
     def _take(self, usage: _InputUsage) -> None:
-        """Count the whole prompt: Anthropic's `input_tokens` exclude cached ones."""
+        """Count the whole prompt, since Anthropic's `input_tokens` exclude cached tokens."""
         if usage.input_tokens is not None:
             cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
             self._prompt = max(self._prompt or 0, usage.input_tokens + cached)
@@ -217,7 +217,7 @@ class InputReader(AnswerReader):
 
 
 class SaidReader(AnswerReader):
-    """Passes everything to `reader`, and collects the contents of the answer."""
+    """Passes everything on to `reader`, and collects the contents of the answer."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self.said: Said = Said()

@@ -1,6 +1,6 @@
-"""Watchers of a gateway's turns: its live page, and spans.
+"""Observers of a gateway's turns, such as its live page and spans.
 
-Invariant: a watcher changes no answer and no placement. A gateway without one has a plain `Watcher`, which does
+Invariant: a watcher changes no answer and no placement. A gateway without watchers has a plain `Watcher`, which does
 nothing.
 """
 
@@ -23,16 +23,16 @@ from libra.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedTurn:
-    """A turn on its way."""
+    """A turn in progress at the gateway."""
 
     request: web.Request
     format: TurnFormat
     body: TurnBody
-    raw: bytes  # the body as it came
+    raw: bytes  # the body as the client sent it
     session: TurnSession
     needed: TurnRequest
-    returned: ToolReturn | None  # before it, if the policy has not seen that yet
-    room: int  # tokens beyond its context
+    returned: ToolReturn | None  # the tool return before the turn, if the policy has not seen it yet
+    room: int  # tokens beyond the context
     wants_usage: bool  # whether the client wants a stream's usage event
 
     def reader(self) -> AnswerReader:
@@ -41,11 +41,11 @@ class RoutedTurn:
         return reader if self.session.history is None else SaidReader(reader)
 
 
-UNCOUNTED = "uncounted"  # trouble of a turn whose client has left, or whose engine reported no tokens
+UNCOUNTED = "uncounted"  # reason of a turn whose client has left, or whose engine reported no tokens
 
 
 class End(StrEnum):
-    """Ends of trajectories."""
+    """Ways in which a trajectory ends."""
 
     FINISHED = "finished"
     FORGOTTEN = "forgotten"
@@ -53,27 +53,29 @@ class End(StrEnum):
 
 
 class Watcher:
-    """Follows each turn: `begun`, `placed` and possibly `failed` for each engine, then `ended`; and `closed` for each
-    trajectory that ends."""
+    """Follows each turn: `begun`, then `placed` and possibly `failed` for each engine, then `ended`. `closed` is called
+    for each trajectory that ends."""
 
     def begun(self, turn: RoutedTurn) -> None:
-        """A turn has come."""
+        """Called when a turn has arrived."""
 
     def placed(self, turn: RoutedTurn, engine: Upstream, placement: Placement) -> None:
-        """The policy has chosen an engine."""
+        """Called when the policy has chosen an engine."""
 
     def headers(self, turn: RoutedTurn) -> Mapping[str, str]:
-        """Headers for the engine, added to the client's or replacing them."""
+        """Headers for the engine, in addition to the client's or replacing them."""
         return {}
 
     def failed(self, turn: RoutedTurn, engine: Upstream, failure: TurnFailure) -> None:
-        """The engine has not served the turn, which may be tried on another."""
+        """Called when the engine has failed the turn; another engine may serve it."""
 
     def ended(self, turn: RoutedTurn, usage: Usage | None, trouble: str) -> None:
-        """The turn is over. `usage`: None without a counted answer; `trouble` is then the reason, as one word."""
+        """Called when the turn is over. `usage` is None without a counted answer; `trouble` is then the reason, in one
+        word."""
 
     def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
-        """A trajectory has ended, or a turn without a trajectory. `trajectory`: None if nothing is known of it."""
+        """Called when a trajectory has ended, or a turn without one. `trajectory` is None if nothing is known about
+        it."""
 
 
 class Watchers(Watcher):
@@ -107,5 +109,5 @@ class Watchers(Watcher):
 
 
 def watched_by(watchers: Sequence[Watcher]) -> Watcher:
-    """All watchers as one."""
+    """One watcher that calls all `watchers`."""
     return watchers[0] if len(watchers) == 1 else Watchers(watchers) if watchers else Watcher()

@@ -1,7 +1,7 @@
-"""Engines that join and leave while the gateway runs, by the usual requests of routers.
+"""Engines that join and leave while the gateway runs, with the same requests as at other routers.
 
-Invariant: only hosts that the owner allows may change the engines, and only engines on such hosts may join. By default,
-only this machine is allowed.
+Invariant: only hosts that the owner allows may change the engines, and only engines on allowed hosts may join. By
+default, only this machine is allowed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class JoinBody(msgspec.Struct):
-    """Body of POST /workers. Other fields of the usual routers are ignored."""
+    """Body of POST /workers. Other fields that routers know are ignored."""
 
     url: str
-    max_model_len: _Count | None = None  # None: the engine is asked
-    bucket: Annotated[int, msgspec.Meta(ge=0)] | None = None  # None: the shortest that holds `max_model_len`
+    max_model_len: _Count | None = None  # None: the gateway queries the engine
+    bucket: Annotated[int, msgspec.Meta(ge=0)] | None = None  # None: the shortest with contexts of `max_model_len`
 
 
 _join = msgspec.json.Decoder(JoinBody)
@@ -96,7 +96,7 @@ class Workers:
         return web.Response(text=f"Successfully added worker: {engine.section.root}")
 
     async def leave(self, request: web.Request) -> web.Response:
-        """Remove an engine. An unknown engine counts as removed, so a trainer may repeat the request."""
+        """Remove an engine. Removing an unknown engine succeeds too, so a trainer may repeat the request."""
         message = self._leave(request.match_info["url"])
         return web.json_response({"success": True, "message": message, "worker": None})
 
@@ -106,7 +106,7 @@ class Workers:
         return web.Response(text=f"Successfully removed worker: {url}")
 
     async def _join(self, asked: JoinBody) -> Upstream:
-        """Add an engine. A known engine counts as restarted: its prefixes are lost."""
+        """Add an engine. A known engine counts as restarted, without cached prefixes."""
         section = self._section(asked)
         known = self._found(section.url)
         if known is not None:
@@ -142,18 +142,18 @@ class Workers:
         if host not in self.allowed:
             raise RefusedRequest(f"engines on {host} may not join: add the host to workers_from", 403)
         if section.basic_auth is not None:
-            raise RefusedRequest("url holds a password: list an engine that wants one in the file", 400)
+            raise RefusedRequest("url contains a password: list engines with a password in the file instead", 400)
         if section.bucket >= len(self.upstreams.limits):
             raise RefusedRequest(
-                f"bucket is {section.bucket}, but limits name {len(self.upstreams.limits)}, counted from 0", 400
+                f"bucket is {section.bucket}, but limits names {len(self.upstreams.limits)} buckets, from 0", 400
             )
         return section.model_copy(update={"name": section.root.partition("://")[2]})
 
     def _leave(self, url: str) -> str:
-        """Send an engine no more turns. Returns a text for the log."""
+        """Send an engine no more turns. Returns a message for the client."""
         engine = self._found(url)
         if engine is None:
-            return f"engine {url} is not there"
+            return f"there is no engine {url}"
         self.upstreams.leave(engine)
         self.mark_lost(engine, "it was removed")
         return f"engine {engine.section.root} leaves"
@@ -177,7 +177,7 @@ def _query_url(request: web.Request) -> str:
 
 
 def _described(engine: Upstream) -> dict[str, Any]:
-    """An engine, described as by vllm-router."""
+    """An engine in vllm-router's format."""
     return {
         "url": engine.section.root,
         "model_id": "unknown",
