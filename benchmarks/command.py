@@ -73,7 +73,7 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def processor_seconds(who: int = resource.RUSAGE_SELF) -> float:
-    """CPU time of this process with all its threads, or of its children that have ended."""
-    used = resource.getrusage(who)
-    return used.ru_utime + used.ru_stime
+def processor_seconds(*who: int) -> float:
+    """CPU time of this process with all its threads, or of its children that have ended, or of both."""
+    used = [resource.getrusage(one) for one in who or (resource.RUSAGE_SELF,)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from benchmarks.simulation import Case, engine, main
+from benchmarks.simulation import MIXED, Case, engine, main
 from libra.cost.afd import StageGrid
 from libra.cost.experts import Balancing, power_law
 from libra.cost.graphs import capture_sizes
@@ -36,7 +36,7 @@ from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.speculative import Speculative
 from libra.sim.kv_network import RESERVED_DECODE_TOKENS, KVNetwork
-from libra.sim.workload.distributions import AtOnce, Constant, LogNormal, LongTail, Poisson
+from libra.sim.workload.distributions import AtOnce, Constant, Poisson
 from libra.sim.workload.generated import generated_requests
 from libra.sim.workload.requests import Workload
 
@@ -65,20 +65,18 @@ def at_once() -> SimCluster:
 
 def mixed(*, push: bool = False) -> SimCluster:
     """100,000 requests of mixed lengths in groups of four samples of a prompt, and links that have much to do."""
-    prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
-    workload = generated_requests(25_000, Poisson(PAIRS * 1.6), prompts, outputs, seed=0, samples_per_prompt=4)
+    workload = generated_requests(25_000, Poisson(PAIRS * 1.6), *MIXED, seed=0, samples_per_prompt=4)
     return cluster(workload, 1e9, push=push)
 
 
 def one_engine(drafts: Speculative | None) -> SimCluster:
     """100,000 requests of mixed lengths for one engine."""
-    prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
     spec = engine(MODEL, "A100", 1, 16384)
     config = replace(spec.config, speculative=drafts)
     grid = roofline(GPUS["A100"], load_model(MODEL), [1]).grid(1)
     drafter = None if drafts is None else grid.slowed(1 / load_model(MODEL).layers)
     cost = GridCost(grid, config, drafter=drafter)
-    workload = generated_requests(100_000, Poisson(5.0), prompts, outputs, seed=0)
+    workload = generated_requests(100_000, Poisson(5.0), *MIXED, seed=0)
     return SimCluster([replace(spec, config=config, cost=cost)], workload)
 
 
@@ -90,11 +88,10 @@ def stages() -> StageGrid:
 
 def stages_apart() -> SimCluster:
     """16,384 requests of mixed lengths for one group of attention ranks."""
-    prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
     config = EngineConfig(max_model_len=16384, kv_blocks=40_000, max_num_seqs=128)
     cost = AfdCost(stages(), config, APART)
     ranks = attention_ranks(EngineSpec("afd", config, cost.own), cost)
-    return SimCluster(ranks, generated_requests(16_384, Poisson(1000.0), prompts, outputs, seed=0), RoundRobin())
+    return SimCluster(ranks, generated_requests(16_384, Poisson(1000.0), *MIXED, seed=0), RoundRobin())
 
 
 def expert_ranks() -> SimCluster:
@@ -111,8 +108,7 @@ def expert_ranks() -> SimCluster:
     cost = ExpertCost(grid, config, ExpertLoad(lambda _: shares, 8), Balancing(64), default_host(model.layers))
     group = GroupSpec("group", cost)
     specs = [EngineSpec(f"rank-{rank}", config, cost.rank(Graph("NONE")), group=group) for rank in range(RANKS)]
-    prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
-    return SimCluster(specs, generated_requests(16_384, Poisson(400), prompts, outputs, seed=0), RoundRobin())
+    return SimCluster(specs, generated_requests(16_384, Poisson(400), *MIXED, seed=0), RoundRobin())
 
 
 CASES = {

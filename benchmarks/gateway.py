@@ -33,12 +33,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-import yaml
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
 from benchmarks.command import RefusedError, command_line, show
 from benchmarks.rows import Row, below
-from benchmarks.soak.attack.servers import LONGEST, Server, emulate, started
+from tests.fakes.servers import LONGEST, Server, emulate, gateway, started
 
 MEDIAN_GOAL, P99_GOAL = 5.0, 25.0  # ms
 _TAIL = 0.99
@@ -156,10 +155,8 @@ def _phase(folder: Path, size: Size, through: bool) -> Load:
             {"name": name, "url": url, "max_model_len": LONGEST, "bucket": index % len(_LIMITS)}
             for index, (name, url) in enumerate(engines.items())
         ]
-        file = folder / "gateway.yaml"
-        content = {"engines": described, "limits": list(_LIMITS), "turn_tokens": size.tokens[1], "route": "cmlfq"}
-        file.write_text(yaml.safe_dump(content), encoding="utf-8")
-        with started("libra.cli.app", "route", file, "--port", 0, "--json") as router:
+        keys = {"limits": list(_LIMITS), "turn_tokens": size.tokens[1], "route": "cmlfq"}
+        with started(*gateway(folder / "gateway.yaml", described, **keys)) as router:
             servers["router"] = router
             return asyncio.run(_run(size, [router.said["v1"]], servers, finish=True))
 

@@ -35,12 +35,11 @@ import psutil
 from benchmarks.command import command_line, quiet_machine, show
 from benchmarks.gpu.setting import generated, lost, sample
 from benchmarks.rows import Row, at_most
-from libra.backends.grpo.trainers import Trainers
+from libra.backends.grpo.trainers import Trainers, start_order
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.tiny_model import write_tiny_model
-from libra.backends.transport.trainer_messages import StartTrainer
-from libra.config.run import ModelConfig
+from libra.config.run import ModelConfig, TrainingConfig
 
 WORST, MEDIAN = 0.05, 0.01  # relative; a step during a join may be this much slower
 
@@ -154,21 +153,11 @@ class _Stepper:
 
 async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> Handle:
     worker = Handle(await launcher.spawn(name, 0), lost)
-    await worker.start(
-        StartTrainer(
-            model_directory=str(model),
-            learning_rate=1e-5,
-            clip=(0.8, 1.28),
-            denominator="tokens",
-            token_constant=1.0,
-            temperature=1.0,
-            micro_batch_tokens=128,
-            precision="fp32",
-            seed=0,
-            share=1.0,
-            cores=(core,),
-        )
+    training = TrainingConfig(steps=1, denominator="tokens", micro_batch_tokens=128)
+    order = start_order(
+        model, training, learning_rate=1e-5, precision="fp32", seed=0, share=1.0, link=worker.link, cores=(core,)
     )
+    await worker.start(order)
     return worker
 
 

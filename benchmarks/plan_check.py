@@ -23,8 +23,8 @@ from statistics import fmean
 from time import process_time
 
 from benchmarks.command import command_line, show
-from benchmarks.plan_check_questions import questions, rivals
-from benchmarks.rows import Row
+from benchmarks.plan_check_questions import QUESTIONS, rivals
+from benchmarks.rows import Row, at_most, none
 from libra import Effort, Trajectory, choose_plan
 from libra.choose.intervals import mean_and_error
 from libra.choose.rehearsal import Rehearsals
@@ -78,10 +78,10 @@ class Verdict:
 
 
 def rows(options: Namespace) -> list[Row]:
-    asked = list(questions())[: 2 if options.quick else None]
+    asked = list(QUESTIONS)[: 2 if options.quick else None]
     seeds = 0 if options.promises else 2 if options.quick else _SEEDS
     with ProcessPoolExecutor(options.jobs, get_context("fork")) as pool:
-        pending = [pool.submit(check, index, router, seeds) for index in range(len(asked)) for router in ROUTERS]
+        pending = [pool.submit(check, name, router, seeds) for name in asked for router in ROUTERS]
         verdicts = []
         for one in pending:
             verdicts.append(one.result())
@@ -89,17 +89,16 @@ def rows(options: Namespace) -> list[Row]:
     return rows_of(verdicts)
 
 
-def check(index: int, router: str, seeds: int) -> Verdict:
+def check(name: str, router: str, seeds: int) -> Verdict:
     """Ask one question with one router; without `seeds` there are no rivals."""
-    question = list(questions())[index]
-    planner, log = question.ask()
+    planner, log = QUESTIONS[name]()
     planner = replace(planner, recipe=planner.recipe.model_copy(update={"router": router}))
     tracker, began = planner.tracker(log), process_time()
     plan = choose_plan(planner.request(tracker), log, effort=Effort(_SECONDS))
     planning = process_time() - began
     simulated = _simulated(plan, log, router, seeds) if seeds else {}
-    case = f"{question.name}, {router}"
     assert plan.simulated is not None
+    case = f"{name}, {router}"
     return Verdict(case, plan.predicted.step, plan.simulated.seconds, abs(plan.surprise) > 0.1, simulated, planning)
 
 
@@ -147,7 +146,7 @@ def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
     return [
         *found,
         *(_against_rivals(name, verdicts) if verdicts[0].simulated else ()),
-        Row(name, "simulated and predicted, mean", 100 * fmean(errors), "%", "at most 6 %", fmean(errors) <= 0.06),
+        at_most(name, "simulated and predicted, mean", 100 * fmean(errors), "%", 6),
         Row(name, "simulated and predicted, worst", 100 * max(errors), "%", "at most 15 %, or told", not quiet),
         Row(name, "planning, CPU of one process, worst", max(it.planning for it in verdicts), "s"),
     ]
@@ -156,9 +155,9 @@ def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
 def _against_rivals(name: str, verdicts: Sequence[Verdict]) -> Iterator[Row]:
     ratios = [it.ratio for it in verdicts]
     slower = [it for it in verdicts if _slower_than_one_size(it)]
-    yield Row(name, "over the best rival, mean", fmean(ratios), "", "at most 1.01", fmean(ratios) <= 1.01)
-    yield Row(name, "over the best rival, worst", max(ratios), "", "at most 1.05", max(ratios) <= 1.05)
-    yield Row(name, "slower than one size, beyond the interval", len(slower), "", "none", not slower)
+    yield at_most(name, "over the best rival, mean", fmean(ratios), "", 1.01)
+    yield at_most(name, "over the best rival, worst", max(ratios), "", 1.05)
+    yield none(name, "slower than one size, beyond the interval", len(slower))
     for it in slower:
         yield Row(it.case, "over one size", it.over("one size")[0], "s")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,12 +35,7 @@ _H20 = GPU(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One question; `ask` makes its planner and its log."""
-
-    name: str
-    ask: Callable[[], tuple[Planner, tuple[Trajectory, ...]]]
+Asked = tuple[Planner, tuple[Trajectory, ...]]  # a planner, and its log
 
 
 def _nodes(gpu: str, count: int) -> NodeClass:
@@ -48,9 +43,7 @@ def _nodes(gpu: str, count: int) -> NodeClass:
     return NodeClass(gpu.lower(), count, 8, kind, kind.link, 400e9 / 8)
 
 
-def _planned(
-    model: str, nodes: tuple[tuple[str, int], ...], batch: int = 512, **recipe: object
-) -> tuple[Planner, tuple[Trajectory, ...]]:
+def _planned(model: str, nodes: tuple[tuple[str, int], ...], batch: int = 512, **recipe: object) -> Asked:
     changes = {"batch": batch, **recipe}
     if changes.get("mode") in ("sync", "colocated"):
         changes["staleness"] = 0
@@ -60,30 +53,27 @@ def _planned(
     return Planner(cluster, shape, asked, profiles), tuple(read_workload(LOG, asked.max_length, False))
 
 
-def _workload(workload: str, nodes: int, staleness: int = 1) -> tuple[Planner, tuple[Trajectory, ...]]:
-    setting = Setting("Qwen/Qwen3-14B", workload, nodes=nodes, staleness=staleness)
+def _workload(workload: str, nodes: int) -> Asked:
+    setting = Setting("Qwen/Qwen3-14B", workload, nodes=nodes, staleness=1)
     return setting.planner(), setting.known
 
 
-def questions() -> Iterator[Question]:
-    """The most telling first."""
-    a800 = (("A800", 6),)
-    asked = {
-        "README: 48 A800, 14B": partial(_planned, "Qwen/Qwen3-14B", a800),
-        "64 mixed, 14B": partial(_planned, "Qwen/Qwen3-14B", (("H100", 4), ("H20", 4))),
-        "48 A800, 14B, colocated": partial(_planned, "Qwen/Qwen3-14B", a800, mode="colocated"),
-        "48 A800, 14B, sync": partial(_planned, "Qwen/Qwen3-14B", a800, mode="sync"),
-        "64 H100, 30B-A3B": partial(_planned, "Qwen/Qwen3-30B-A3B", (("H100", 8),)),
-        "64 H100, 70B": partial(_planned, "meta-llama/Llama-3.3-70B-Instruct", (("H100", 8),)),
-        "64 mixed, 32B, sync": partial(_planned, "Qwen/Qwen3-32B", (("H100", 4), ("H20", 4)), mode="sync"),
-        "16 H100, 8B, staleness 4": partial(_planned, "Qwen/Qwen3-8B", (("H100", 2),), 256, staleness=4),
-        **{
-            f"{gpus} A800, 14B, {workload}": partial(_workload, workload, gpus // 8)
-            for gpus in (48, 128)
-            for workload in ("search_r1", "dapo_math", "r2e_gym")
-        },
-    }
-    return (Question(name, ask) for name, ask in asked.items())
+_A800, _H100, _MIXED = (("A800", 6),), (("H100", 8),), (("H100", 4), ("H20", 4))
+QUESTIONS: dict[str, Callable[[], Asked]] = {  # the most telling first
+    "README: 48 A800, 14B": partial(_planned, "Qwen/Qwen3-14B", _A800),
+    "64 mixed, 14B": partial(_planned, "Qwen/Qwen3-14B", _MIXED),
+    "48 A800, 14B, colocated": partial(_planned, "Qwen/Qwen3-14B", _A800, mode="colocated"),
+    "48 A800, 14B, sync": partial(_planned, "Qwen/Qwen3-14B", _A800, mode="sync"),
+    "64 H100, 30B-A3B": partial(_planned, "Qwen/Qwen3-30B-A3B", _H100),
+    "64 H100, 70B": partial(_planned, "meta-llama/Llama-3.3-70B-Instruct", _H100),
+    "64 mixed, 32B, sync": partial(_planned, "Qwen/Qwen3-32B", _MIXED, mode="sync"),
+    "16 H100, 8B, staleness 4": partial(_planned, "Qwen/Qwen3-8B", (("H100", 2),), 256, staleness=4),
+    **{
+        f"{gpus} A800, 14B, {workload}": partial(_workload, workload, gpus // 8)
+        for gpus in (48, 128)
+        for workload in ("search_r1", "dapo_math", "r2e_gym")
+    },
+}
 
 
 RANDOM = 6  # random plans of a question

@@ -32,14 +32,12 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-import yaml
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.routing_plans import SEARCH, Question, batch_seconds, halves, question
-from benchmarks.rows import Row
-from benchmarks.soak.attack.servers import answering, started, wait_until_healthy
+from benchmarks.rows import Row, at_most
 from libra.config.listeners import EMULATOR
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
@@ -49,6 +47,7 @@ from libra.serve.http import serving
 from libra.sim.deployment import Deployment
 from libra.sim.of_plan import planned_run
 from libra.trajectory import Trajectory, read_trajectories, write_trajectories
+from tests.fakes.servers import answering, gateway, started, wait_until_healthy
 
 OURS, STICKY = "libra", "sticky_least_loaded"
 RIVALS = (STICKY, "cache_aware", "power_of_two", "consistent_hash", "round_robin")
@@ -86,10 +85,10 @@ def _rows(case: str, found: Mapping[str, Sequence[Times]], most: float, whole: b
         seconds = {router: fmean(its[index] for its in times) for router, times in found.items()}
         yield from (Row(case, f"{measure}: {router}", its, "s") for router, its in seconds.items())
         ours, told, _ = seconds.pop(OURS), seconds.pop(SIMULATED), seconds.pop(BARE, None)
-        yield Row(case, f"{measure}: {OURS} / {SIMULATED}", ours / told, "x", f"at most {KEPT}", ours <= KEPT * told)
+        yield at_most(case, f"{measure}: {OURS} / {SIMULATED}", ours / told, "x", KEPT)
         ratio = ours / min(seconds.values())
-        goal = (f"at most {most}", ratio <= most) if whole or index else (None, None)
-        yield Row(case, f"{measure}: {OURS} / best of the others", ratio, "x", *goal)
+        limit = most if whole or index else None
+        yield at_most(case, f"{measure}: {OURS} / best of the others", ratio, "x", limit)
 
 
 def _played(asked: Question, batch: Sequence[Trajectory], router: str, speed: float) -> Times:
@@ -136,14 +135,12 @@ def _ours(deployment: Deployment, urls: Mapping[str, str], known: Sequence[Traje
         }
         for it in deployment.engines
     ]
-    described: dict[str, object] = {"engines": engines, "turn_tokens": deployment.turn_tokens}
-    if buckets:
-        described["limits"] = list(deployment.limits or ())
+    limits = {"limits": list(deployment.limits or ())} if buckets else {}
+    keys = {"turn_tokens": deployment.turn_tokens, "route": "cmlfq", **limits}
     with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "gateway.yaml", Path(folder) / "log.jsonl"
-        file.write_text(yaml.safe_dump({**described, "route": "cmlfq"}), encoding="utf-8")
+        log = Path(folder) / "log.jsonl"
         write_trajectories(log, known)
-        with started("libra.cli.app", "route", file, "--port", 0, "--json", "--learn-from", log) as server:
+        with started(*gateway(Path(folder) / "gateway.yaml", engines, "--learn-from", log, **keys)) as server:
             wait_until_healthy(server.process, server.said["base"])
             yield server.said["base"]
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.command import command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_most
 from libra import (
     Cluster,
     ModelSpec,
@@ -159,11 +159,6 @@ def _sizes(
             yield found
 
 
-def one_batch(asked: Question, route: str, seed: int) -> dict[str, float]:
-    makespan, mean = batch_seconds(asked, asked.batch(seed), route, seed)
-    return {"makespan": makespan, "mean of trajectories": mean}
-
-
 def batch_seconds(asked: Question, batch: Sequence[Trajectory], route: str, seed: int = 0) -> tuple[float, float]:
     """Simulated makespan, and mean time of the trajectories of a batch that start together, in seconds."""
     policy: Policy = Oracle({it.id: it for it in batch}) if route == ORACLE else policy_named(route, seed=seed)
@@ -195,7 +190,8 @@ def ratios(
     sums: dict[str, dict[str, float]] = {}
     for seed in seeds:
         for route in (LEAST_LOADED, *routes):
-            measured = one_batch(asked, route, seed)
+            both = batch_seconds(asked, asked.batch(seed), route, seed)
+            measured = dict(zip(("makespan", "mean of trajectories"), both, strict=True))
             if runs:
                 measured |= whole_run(asked, route, seed)
             for measure, seconds in measured.items():
@@ -211,8 +207,8 @@ def rows_of(asked: Question, found: Mapping[str, Mapping[str, float]]) -> Iterat
     for measure, its in found.items():
         yield Row(asked.name, f"{measure}: {LEAST_LOADED}", its[LEAST_LOADED], "s")
         for route in (OURS, ORACLE):
-            goal = (f"at most {MOST}", its[route] <= MOST) if route == OURS else (None, None)
-            yield Row(asked.name, f"{measure}: {route} / {LEAST_LOADED}", its[route], "x", *goal)
+            most = MOST if route == OURS else None
+            yield at_most(asked.name, f"{measure}: {route} / {LEAST_LOADED}", its[route], "x", most)
 
 
 def rows(options: Namespace) -> Iterator[Row]:

@@ -79,13 +79,10 @@ def question(there: Cluster, count: int, objectives: str, model: str = MODEL, **
 
 def measured(work: Callable[[], T]) -> tuple[T, float, float]:
     """Result of `work`, and seconds: CPU time, and wall clock."""
-
-    def cpu() -> float:
-        return processor_seconds() + processor_seconds(resource.RUSAGE_CHILDREN)
-
-    before, began = cpu(), time.monotonic()
+    all_of_them = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    before, began = processor_seconds(*all_of_them), time.monotonic()
     done = work()
-    return done, cpu() - before, time.monotonic() - began
+    return done, processor_seconds(*all_of_them) - before, time.monotonic() - began
 
 
 class Listed(ServingMenu):

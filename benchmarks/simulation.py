@@ -48,6 +48,7 @@ AZURE = DATA / "serving/azure_2023_conv.csv"
 SESSIONS = DATA / "trajectories/claude_code_sessions.jsonl"
 
 PROMPT, OUTPUT = 512, 128
+MIXED = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)  # prompts and outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +132,7 @@ def azure() -> SimCluster:
 
 def mixed(engines: int, requests: int) -> SimCluster:
     """Groups of four samples of a prompt, mixed lengths with a long tail, at 80 % of what the engines can do."""
-    workload = generated_requests(
-        requests // 4,
-        Poisson(engines * 1.6),
-        LogNormal(400, 1.0, 8000),
-        LongTail(150, 0.8, 0.02, 1000, 1.5, 4000),
-        seed=0,
-        samples_per_prompt=4,
-    )
+    workload = generated_requests(requests // 4, Poisson(engines * 1.6), *MIXED, seed=0, samples_per_prompt=4)
     spec = engine("meta-llama/Llama-3.1-8B", "A100", 1, 16384)
     return cluster(spec, engines, workload, TwoChoices(seed=0))
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from benchmarks.workloads.drifting_tasks import DriftingTasks
-from benchmarks.workloads.task_shape import LengthClass, TaskShape, ToolOutcome
 from libra.sim.training_run.episodes import prompt_at
 from libra.trajectory import Trajectory
+from tests.oracles.workloads.drifting_tasks import DriftingTasks
+from tests.oracles.workloads.task_shape import LengthClass, TaskShape, ToolOutcome
 
 SHORT = LengthClass(200, 0.2, 2, 0.3, 0.7, 0.2)
 MIDDLE = LengthClass(1_000, 0.2, 5, 0.3, 0.2, 0.3)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from oracles.routing_quality import evaluate, static_fleet
 
-from benchmarks.workloads.definition import FILES, names, parse, read
 from libra.route.catalogue import policy_named
+from tests.oracles.workloads.definition import FILES, names, parse, read
 
 # Of parameters and first groups. What results are compared on must not change unnoticed.
 DIGESTS = {

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.workloads.drifting_tasks import Around
 from libra import Plan, Planner, Replanner, Trajectory
 from libra.cost.device import SwitchCost
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.system import Moment
+from tests.oracles.workloads.drifting_tasks import Around
 
 _ALL_ALIKE = 1e6  # steps after which a trajectory counts half as much: those of a period all count
 

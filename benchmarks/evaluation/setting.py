@@ -12,12 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workloads.definition import FILES, read
-from benchmarks.workloads.drifting_tasks import Around
 from libra import LengthTracker, ModelSpec, Planner, Recipe, Trajectory, engine_profiles, load_model
 from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.sim.training_run.episodes import Episodes
+from tests.oracles.workloads.definition import FILES, read
+from tests.oracles.workloads.drifting_tasks import Around
 
 GPUS_OF_NODE = 8
 _INTER = 200e9 / 8  # bytes/s of a node: 200 Gb/s, as in Libra (arXiv 2606.03077)
@@ -55,7 +55,7 @@ class Setting:
 
     model: str
     workload: str
-    signal: str = "strong"  # how much tool returns tell: see benchmarks/workloads
+    signal: str = "strong"  # how much tool returns tell: see tests/oracles/workloads
     nodes: int = 6  # of eight A800
     staleness: int = 4  # versions; of all systems but the colocated one. Assumed: the paper does not say
     steps: int = STEPS

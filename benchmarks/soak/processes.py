@@ -9,13 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
+from ipaddress import ip_address
 
 import psutil
 
 _GONE_SECONDS = 15.0  # a killed process goes as soon as the system lets it
-_LISTEN = "0A"  # net/tcp_states.h
-_LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class Processes:
         self.samples: list[Sample] = []
         self.everywhere: set[str] = set()  # addresses listened on that are not the loopback interface
         self._seen: dict[tuple[int, float], psutil.Process] = {}
-        self._listening: set[str] = set()  # inodes
+        self._listening: set[tuple[str, int]] = set()
 
     @property
     def count(self) -> int:
@@ -62,15 +60,15 @@ class Processes:
 
     def listening(self) -> list[str]:
         """Addresses that a process seen here listened on, and that are listened on still."""
-        return [address for inode, address in _listeners().items() if inode in self._listening]
+        return [f"{ip}:{port}" for _, ip, port in _listeners() if (ip, port) in self._listening]
 
     def _look_for_ports(self, family: list[psutil.Process]) -> None:
-        listeners = _listeners()
-        for process in family:
-            for inode in _sockets(process.pid) & set(listeners):
-                self._listening.add(inode)
-                if listeners[inode].partition(":")[0] not in _LOOPBACK:
-                    self.everywhere.add(f"{process.pid} on {listeners[inode]}")
+        ours = {process.pid for process in family}
+        for pid, ip, port in _listeners():
+            if pid in ours:
+                self._listening.add((ip, port))
+                if not ip_address(ip).is_loopback:
+                    self.everywhere.add(f"{pid} on {ip}:{port}")
 
 
 def still_there(processes: Collection[psutil.Process]) -> list[psutil.Process]:
@@ -88,19 +86,10 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _listeners() -> dict[str, str]:
-    """Address by inode of every TCP socket of this machine that listens, as the kernel writes it."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {row[9]: row[1] for row in rows if row[3] == _LISTEN}
-
-
-def _sockets(pid: int) -> set[str]:
-    """Inodes of its sockets."""
-    try:
-        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return set()
-    return {target[8:-1] for target in targets if target.startswith("socket:[")}
+def _listeners() -> list[tuple[int | None, str, int]]:
+    """Process and address of every TCP socket of this machine that listens."""
+    found = psutil.net_connections("tcp")
+    return [(it.pid, it.laddr.ip, it.laddr.port) for it in found if it.laddr and it.status == psutil.CONN_LISTEN]
 
 
 def shared_memory() -> int:

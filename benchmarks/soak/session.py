@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.soak.faults import Kind
-from benchmarks.soak.written import Row, Tail
 from libra.backends.launch.worker import die_with
+from tests.oracles.run_files import Row, Tail
 
 
 class Session:

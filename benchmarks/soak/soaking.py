@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rows import Row
-from benchmarks.soak.accounts import Sizes, accounts, checked, weights
+from benchmarks.soak.accounts import accounts, checked, weights
 from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.processes import Processes, shared_memory
 from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
 from benchmarks.soak.survival import LOOK_SECONDS, Ended, Seen, growth, recoveries, survival
-from benchmarks.soak.written import Segments, Tail, read_rows
 from libra.config.run import load_config
+from tests.oracles.run_accounts import Sizes
+from tests.oracles.run_files import Segments, Tail, read_rows
 from tests.oracles.shared_memory import shared_files, unused_shared_files
 
 CONFIG = Path(__file__).with_name("soak.yaml")

@@ -16,7 +16,7 @@ from benchmarks.soak.accounts import checked
 from benchmarks.soak.faults import ENDING, HARMLESS, Kind
 from benchmarks.soak.processes import Sample
 from benchmarks.soak.storm import Struck
-from benchmarks.soak.written import Row as Line
+from tests.oracles.run_files import Row as Line
 
 LOOK_SECONDS = 0.05
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_least, at_most
 from libra.backends.transport.shared_memory import Vector
 from libra.backends.weights.copying import add_difference, difference
 from libra.backends.weights.grid import Grid
@@ -117,13 +117,12 @@ def _rows(training: _Training, rate: float, most: float | None) -> Iterator[Row]
     yield Row(case, "weights", size / 1e6, "MB")
     yield Row(case, "numbers that change", 100 * changed, "%")
     yield Row(case, "as pairs of index and value, 6 bytes each", 100 * 3 * changed, "% of dense")
-    goal, met = (None, None) if most is None else (f"<= {100 * most:g}", sent <= most * size)
-    yield Row(case, "the delta, as sent", 100 * sent / size, "% of dense", goal, met)
+    limit = None if most is None else 100 * most
+    yield at_most(case, "the delta, as sent", 100 * sent / size, "% of dense", limit)
     yield Row(case, "exact", exact, "of 1", "1", exact)
     for name, seconds, least in (("encode", encode, _ENCODE), ("apply", apply, _APPLY)):
-        speed = size / seconds / 1e9
-        goal, met = (None, None) if most is None else (f">= {least}", speed >= least)
-        yield Row(case, f"{name}, per core", speed, "GB/s of dense", goal, met)
+        limit = None if most is None else least
+        yield at_least(case, f"{name}, per core", size / seconds / 1e9, "GB/s of dense", limit)
     yield Row(case, "in one piece, as fast as everything on a link of", _even_rate(before, after), "GB/s")
 
 

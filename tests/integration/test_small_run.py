@@ -20,6 +20,8 @@ from libra.exec.journal import read_journal, replay
 from libra.exec.pool import make_pool
 from libra.loop.checkpoint import allocation_in_force
 from libra.trajectory import read_trajectories
+from tests.oracles.run_accounts import Sizes, journal_wrong, steps_wrong, unreadable
+from tests.oracles.run_files import read_rows
 from tests.oracles.shared_memory import shared_files, unused_shared_files
 
 pytestmark = pytest.mark.integration
@@ -57,13 +59,10 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns, cache: 
     assert not list(cache.rglob("modelinfos"))  # no engine had a process started that looks at the model
 
     summary = json.loads(out)
-    assert summary["finished"] and summary["steps"] == 8 and summary["lost_workers"] == []
-    assert summary["trajectories_started"] == summary["trajectories_trained"] == 8 * 16
-    assert summary["trajectories_unfinished"] == 0
+    assert summary["lost_workers"] == []
     assert summary["logprob_gap"] < LOGPROB_GAP[small_runs.precision]
 
     steps = small_runs.rows("metrics")
-    assert [row["step"] for row in steps] == list(range(1, 9))
     assert all(row["staleness_max"] <= 1 for row in steps)
     assert any(row["staleness_max"] == 1 for row in steps)  # asynchronous, not lock-step
     for row in steps:  # every second of every worker
@@ -75,6 +74,10 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns, cache: 
     assert len({trajectory.id for trajectory in trained}) == len(trained) == 8 * 16
     assert all(trajectory.finished for trajectory in trained)
     assert {turn.status for t in trained for turn in t.turns} <= {"ok", "error", "timeout", None}
+
+    assert not list(steps_wrong(steps, summary, Sizes(8, groups=4, samples=4, staleness=1)))
+    assert not list(journal_wrong(read_rows(small_runs.run_directory / "journal.jsonl"), 8))
+    assert not list(unreadable(small_runs.run_directory))
 
     periods = small_runs.rows("periods")
     assert periods[0]["first_step"] == 1 and periods[-1]["last_step"] == 8

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from benchmarks.evaluation import systems
 from benchmarks.evaluation.setting import Setting
-from benchmarks.workloads.definition import read
-from benchmarks.workloads.drifting_tasks import Around
 from libra.cost.engine_memory import BLOCK
 from libra.lengths import FALSE_ALARM_RATE, LengthTracker
 from libra.plan.plan import Plan
@@ -23,6 +21,8 @@ from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.system import Moment
 from libra.trajectory import Trajectory, Turn
+from tests.oracles.workloads.definition import read
+from tests.oracles.workloads.drifting_tasks import Around
 
 PER_STEP = 48
 

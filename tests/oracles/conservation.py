@@ -12,8 +12,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from oracles.faulty_simulation import FaultyCase, Ran
-
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
@@ -23,6 +21,7 @@ from libra.sim.engine.tier_transfers import TierTransfers
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.outcome.result import result_of
 from libra.sim.workload.replay import Replay
+from oracles.faulty_simulation import FaultyCase, Ran
 
 _NEVER = 1 << 80  # tick
 _OUTCOME = [

@@ -13,8 +13,6 @@ from itertools import count
 from random import Random
 from typing import Any, Literal
 
-from oracles.random_engines import HEAVIER, HEAVY, KINDS, Kind, random_cost, random_engines
-
 from libra.cost.transfer import Fabric
 from libra.route.catalogue import POLICIES, policy_named
 from libra.route.policy import Policy
@@ -31,6 +29,7 @@ from libra.sim.workload.caller import rest_of
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn
+from oracles.random_engines import HEAVIER, HEAVY, KINDS, Kind, random_cost, random_engines
 from tests.oracles.fidelity.random_workloads import random_case
 
 _RESTS = 1_000_000  # and more: numbers of what is left of requests that were stopped

@@ -7,13 +7,13 @@ bound holds, and nothing as good is simpler; anything else is an AssertionError.
 from __future__ import annotations
 
 import pytest
-from oracles.enumerate_problems import Priced, answers, priced
 
 from libra.plan.model.ilp import keeps_step
 from libra.plan.model.solve import STEP_TOLERANCE, solve
 from libra.plan.options.price import price
 from libra.plan.problem import Problem
 from libra.plan.solution import Solution
+from oracles.enumerate_problems import Priced, answers, priced
 
 INDISTINCT = 1e-6  # seconds: steps are not told apart below it
 PROVEN = 1e-4  # relative distance of bound and step

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from oracles.small_cluster import A800, QWEN_06B
-
 from libra.hardware.cluster import ServingPool
 from libra.lend.certificate import Certificate, Harvest
 from libra.lend.gate import Slo
 from libra.lend.lender import Lender
 from libra.lend.traffic.envelope import Envelope
+from oracles.small_cluster import A800, QWEN_06B
 
 SERVING = ServingPool(replace(A800, name="chat", count=1))
 CERTIFICATE = Certificate(

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oracles.small_cluster import LONG, QWEN_06B, SHORT
-
 from libra.config.recipe import Recipe
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.parallel import ParallelLayout
@@ -17,6 +15,7 @@ from libra.plan.options.price import solution
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import rooflines
+from oracles.small_cluster import LONG, QWEN_06B, SHORT
 
 H20 = GPU("H20", 96e9, 4e12, 148e12, 450e9, "NVIDIA H20 data sheet")
 FAST = NodeClass("fast", 1, 4, GPUS["H100"], intra_bandwidth=450e9, inter_bandwidth=50e9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,17 +11,16 @@ from typing import Any
 
 import yaml
 
+from tests.fakes import servers
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
-_FEW_FILES = ["bash", "-c", 'ulimit -Sn 256 && exec "$@"', "bash"]  # as a user's shell has it
 
 
 def start(*words: str, port: int = 0) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """A server that answers by the time that this returns, and what it said of itself."""
-    command = [*_FEW_FILES, *LIBRA, *words, "--port", str(port), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())
+    server = servers.start("libra.cli.app", *words, "--port", port, "--json", files=256, soft=True)
+    return server.process, server.said
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak.accounts import Sizes, accounts
-from benchmarks.soak.written import Row, Segments, Tail
+from benchmarks.soak.accounts import accounts
+from tests.oracles.run_accounts import Sizes
+from tests.oracles.run_files import Row, Segments, Tail
 
 SIZES = Sizes(steps=4, groups=2, samples=2, staleness=1)
 IDLE, TRAIN = {"role": "idle", "shape": None}, {"role": "train", "shape": None}

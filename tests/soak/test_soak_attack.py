@@ -15,8 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.soak.attack.commands import MOST_BYTES, MOST_SECONDS, Ended
-from benchmarks.soak.attack.servers import answering
 from benchmarks.soak.attack.strangers import _kept_out, attack_as_stranger
+from tests.fakes.servers import answering
 from tests.oracles.damage import KINDS, Damage, drawn
 
 REFUSED = Ended(2, "libra: f: no\n", "", 0.1, 10**6)

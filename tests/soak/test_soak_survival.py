@@ -11,7 +11,7 @@ from benchmarks.soak.faults import DECK, ENDING, Kind, schedule
 from benchmarks.soak.processes import Sample
 from benchmarks.soak.storm import Struck
 from benchmarks.soak.survival import Ended, Seen, growth, recoveries, survival
-from benchmarks.soak.written import Row
+from tests.oracles.run_files import Row
 
 
 def struck(time: float, kind: Kind, worker: str = "", pid: int = 0, session: int = 1) -> Struck:

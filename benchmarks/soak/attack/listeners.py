@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rows import Row, below, never
-from benchmarks.soak.attack.servers import Server, emulate, route, started
+from tests.fakes.servers import Server, emulate, http, route, started
 
 ATTACK = "idle, slow and large"
 _FILES = 256  # limit of open files of each process that is attacked
@@ -201,11 +201,6 @@ async def _connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asy
 # What is sent
 
 
-def _post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers)
-    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body
-
-
 def _bodies(path: str) -> tuple[bytes, ...]:
     """Bodies that are little as they are sent, or nest deeply, or have large fields."""
     compressed = "Content-Encoding: gzip"
@@ -214,12 +209,12 @@ def _bodies(path: str) -> tuple[bytes, ...]:
     many = b'{"prompt": [1], "stream": true, "stream_options": [' + b"[]," * 5_000_000 + b"[]]}"
     named = b'{"prompt": [1], "libra": {"trajectory": "' + b"x" * 12_000_000 + b'"}}'
     return (
-        _post(path, gzip.compress(bytes(1 << 30), 1), compressed),
-        _post(path, gzip.compress(nested), compressed),
-        _post(path, gzip.compress(many), compressed),
-        _post(path, gzip.compress(named), compressed),
-        _post(path, nested),
-        _post(path, options),
+        http(path, gzip.compress(bytes(1 << 30), 1), compressed),
+        http(path, gzip.compress(nested), compressed),
+        http(path, gzip.compress(many), compressed),
+        http(path, gzip.compress(named), compressed),
+        http(path, nested),
+        http(path, options),
     )
 
 
@@ -243,12 +238,11 @@ def _frames() -> tuple[bytes, ...]:
 
 def _turn(port: int) -> Ask:
     body = json.dumps({"prompt": [1] * 40, "max_tokens": 16}).encode()
-    return _answered(port, _post("/v1/completions", body, "Connection: close"))
+    return _answered(port, http("/v1/completions", body, "Connection: close"))
 
 
 def _get(port: int, path: str, token: str) -> Ask:
-    lines = (f"GET {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {token}", "Connection: close", "", "")
-    return _answered(port, "\r\n".join(lines).encode())
+    return _answered(port, http(path, b"", f"Authorization: Bearer {token}", "Connection: close"))
 
 
 def _answered(port: int, asked: bytes) -> Ask:

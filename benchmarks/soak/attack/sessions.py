@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from benchmarks.rows import Row, below, never
-from benchmarks.soak.attack.servers import Server, emulate, route, start, started
+from tests.fakes.servers import Server, emulate, route, start, started
 
 ATTACK = "sessions while engines die"
 _ENGINES, _TURNS, _TOKENS = 5, 3, (8, 40)

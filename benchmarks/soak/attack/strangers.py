@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.rows import Row, never
-from benchmarks.soak.attack.servers import Server, emulate, route, started
 from libra.backends.weights.grid import Grid
 from libra.lend.backend.device_page import LendingError
 from libra.lend.backend.serving_token import ServingToken
 from libra.lend.weights.wire import Hello, pack
+from tests.fakes.servers import Server, emulate, http, route, started
 
 ATTACK = "another user"
 _READ, _ENDED, _TAKEN = (
@@ -146,12 +146,11 @@ def _started(folder: Path, stack: ExitStack) -> tuple[dict[str, Server], list[Tr
 
 def _requests() -> Iterator[bytes]:
     """A request of each kind, without a token and with another one."""
-    paths = ("POST /v1/completions", "GET /metrics", "GET /engines", "POST /trajectories/t/finish")
-    for path in (*paths, "POST /trajectories/t/forget"):
-        for shown in ("", "Authorization: Bearer wrong\r\n"):
-            body = b'{"prompt": [1], "max_tokens": 1}' if path.startswith("POST") else b""
-            head = f"{path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{shown}Content-Type: application/json\r\n"
-            yield f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    body = b'{"prompt": [1], "max_tokens": 1}'
+    posts = ("/v1/completions", "/trajectories/t/finish", "/trajectories/t/forget")
+    for path, sent in (*((path, body) for path in posts), ("/metrics", b""), ("/engines", b"")):
+        yield http(path, sent)
+        yield http(path, sent, "Authorization: Bearer wrong")
 
 
 def _as_stranger(tries: list[Try]) -> list[str]:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.workloads.task_shape import TaskShape, ToolOutcome
 from libra.sim.training_run.episodes import Episodes, generator_of, prompt_at
 from libra.trajectory import Trajectory, Turn, truncate
+from tests.oracles.workloads.task_shape import TaskShape, ToolOutcome
 
 _PROMPTS, _GROUP = 0x70726F6D707473, 0x67726F7570  # streams of one seed
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +54,12 @@ class Server:
         self.process.wait()
 
 
-def start(*words: object, files: int | None = None) -> Server:
-    """Start `python -m WORDS`. `files`: its limit of open files, soft and hard."""
+def start(*words: object, files: int | None = None, soft: bool = False) -> Server:
+    """Start `python -m WORDS`. `files`: its limit of open files, soft and hard; or `soft` alone, as a user's shell."""
     command = [sys.executable, "-m", *map(str, words)]
     if files is not None:
-        command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *command]
-    process = _process(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+        command = ["bash", "-c", f'ulimit {"-Sn" if soft else "-n"} {files} && exec "$@"', "bash", *command]
+    process = _process(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert process.stdout is not None
     if not (line := process.stdout.readline()):
         raise RuntimeError(f"{' '.join(map(str, words))} ended with status {process.wait()}")
@@ -113,6 +113,13 @@ def _is_healthy(base: str) -> bool:
         return False
 
 
+def http(path: str, body: bytes = b"", *headers: str) -> bytes:
+    """A request as it is sent: with a body a POST, else a GET."""
+    verb = "POST" if body else "GET"
+    lines = (f"{verb} {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers)
+    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body
+
+
 def emulate(file: Path, *options: object, **more: object) -> tuple[object, ...]:
     """The words that emulate the engine of `file`, which is written; `more` are its keys."""
     engine = {"name": "e", "model": "Qwen/Qwen3-14B", "gpu": "A800", "profile": "roofline", "max_model_len": LONGEST}
@@ -125,6 +132,12 @@ def route(file: Path, engines: Sequence[Server], *options: object) -> tuple[obje
     """The words that route to these emulated engines by `file`, which is written."""
     urls = (next(iter(server.said["engines"].values())) for server in engines)
     described = [{"name": f"e{number}", "url": url, "max_model_len": LONGEST} for number, url in enumerate(urls)]
-    content = {"engines": described, "route": "least-loaded", "turn_tokens": 64, "engine_timeout_seconds": 3.0}
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return gateway(file, described, *options, route="least-loaded", turn_tokens=64, engine_timeout_seconds=3.0)
+
+
+def gateway(
+    file: Path, engines: Sequence[Mapping[str, object]], *options: object, **keys: object
+) -> tuple[object, ...]:
+    """The words that route to described engines by `file`, which is written with these keys."""
+    file.write_text(yaml.safe_dump({"engines": list(engines), **keys}), encoding="utf-8")
     return ("libra.cli.app", "route", file, "--port", 0, "--json", *options)

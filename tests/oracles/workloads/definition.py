@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter
 
-from benchmarks.workloads.drifting_tasks import DriftingTasks
-from benchmarks.workloads.task_shape import TaskShape
 from libra.trajectory import dump_trajectory
+from tests.oracles.workloads.drifting_tasks import DriftingTasks
+from tests.oracles.workloads.task_shape import TaskShape
 
 FILES = Path(__file__).parent
 SIGNALS = ("none", "airline", "medium", "strong")
