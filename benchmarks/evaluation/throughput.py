@@ -11,7 +11,7 @@ from statistics import fmean
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.estimates import Estimate
 from benchmarks.evaluation.experiment import Column, Experiment, Found, Table, Value
-from benchmarks.evaluation.figures import SYSTEMS, BarChart, Bars, number_of
+from benchmarks.evaluation.figures import SYSTEMS, BarChart, Bars
 from benchmarks.evaluation.runs import QUICK, Runs, file_name, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import NAMES
@@ -114,7 +114,7 @@ def _choices(runs: Runs) -> Table:
 
 def _figure(runs: Runs, model: str, settings: Sequence[Setting]) -> BarChart:
     bars = [
-        Bars(system, [runs.mean(setting, system, "throughput") for setting in settings], like=number_of(system))
+        Bars(system, [runs.mean(setting, system, "throughput") for setting in settings], like=SYSTEMS.index(system))
         for system in SYSTEMS
         if all(system in runs.systems(setting) for setting in settings)
     ]
