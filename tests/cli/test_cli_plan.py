@@ -376,7 +376,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         2,
         ("request.yaml: batch: Input should be greater", "(got 0)"),
     ),
-    ("half a group", Asked(request={**REQUEST, "batch": 63}), 2, ("batch is 63", "make it a multiple")),
+    ("half a group", Asked(request={**REQUEST, "batch": 63}), 2, ("batch is 63", "make batch a multiple")),
     (
         "longer than the model",
         Asked(request={**REQUEST, "max_length": 50_000}),
@@ -393,7 +393,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "synchronous and stale",
         Asked(request={**REQUEST, "mode": "sync", "staleness": 2}),
         2,
-        ("staleness is 2, but mode is sync", "set it to 0, or mode to async"),
+        ("staleness is 2, but mode is sync", "set staleness to 0, or mode to async"),
     ),
     ("an unknown mode", Asked(request={**REQUEST, "mode": "fast"}), 2, ("mode: Input should be 'async', 'sync' or",)),
     ("an empty log", Asked(log=""), 2, ("log.jsonl: there is no trajectory", "at least one finished trajectory")),

@@ -50,7 +50,7 @@ def test_the_page_goes_where_it_is_asked_to(run: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert_refused(libra("report", tmp_path / "none"), f"{tmp_path / 'none'}: no such directory")
-    assert_refused(libra("report", tmp_path), f"{tmp_path}: holds no run")
+    assert_refused(libra("report", tmp_path), f"{tmp_path}: not the directory of a run")
     assert not any(tmp_path.iterdir())
 
 

@@ -99,7 +99,7 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
     (
         "a bucket beyond its engines",
         changed(start={"buckets": [{"shape": "short", "engines": 1, "up_to": 65}, BASE["start"]["buckets"][1]]}),
-        "start.buckets: 'short' is to serve contexts up to 65 tokens but holds 64; lower up_to, or raise engines.short",
+        "start.buckets: 'short' is to serve contexts up to 65 tokens but has room for 64; lower up_to, or raise",
     ),
     (
         "the longest fit nowhere",

@@ -75,10 +75,10 @@ def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> Non
         metrics = json.loads(simulated.stdout)["metrics"]
         assert (metrics["ttft"]["p99"], metrics["tpot"]["p99"]) == (point["ttft"], point["tpot"])
     for options, said in (
-        ((), "engines/point-1.yaml: exists already; give another directory, or remove it"),
+        ((), "engines/point-1.yaml: exists already; give another directory, or remove the file"),
         (("--engines-out", menu), "menu.yaml: is not a directory"),
         (("--engines-out", f"{menu}/engines"), "menu.yaml cannot be written to; give another directory"),
-        (("--plan", "--engines-out", tmp_path / "new"), "--engines-out is for a search"),
+        (("--plan", "--engines-out", tmp_path / "new"), "--engines-out does not apply to --plan"),
     ):
         refused = libra(*asked, *options)
         assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
@@ -189,7 +189,7 @@ def test_a_model_that_no_engine_holds_is_not_blamed_on_the_rate(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--slo", "tpot_p99=0.05"), "add one for ttft or latency"),
+        (("--slo", "tpot_p99=0.05"), "add an objective for ttft or latency"),
         (("--slo", "ttft_p99=1", "--budget", 10), "a GPU an hour as cost_per_hour of the menu"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
         (
@@ -200,7 +200,7 @@ def test_a_model_that_no_engine_holds_is_not_blamed_on_the_rate(
         (("--slo", "ttft_p99=1", "--menu", EXAMPLES / "engines.yaml"), "engines.yaml: "),
         (
             ("--slo", "ttft_p99=1", "--rate", "1e-9"),
-            "--rate is 1e-09: the last of 300 requests would come after 106 days",
+            "--rate is 1e-09: the last of 300 requests would arrive after 106 days",
         ),
         (("--slo", "ttft_p99=1", "--profile", "none.json"), "--profile none.json: No such file or directory; cali"),
         (("--slo", "ttft_p99=1", "--host", "none.json"), "--host none.json: No such file or directory; fit the engine"),
@@ -231,7 +231,7 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
         ("afd: 3", "afd: expected a mapping of keys (got 3)"),
         (
             "afd: {ffn: [8]}",
-            "menu.yaml: afd is given, and architectures has no attention-ffn: add it, or leave afd out",
+            "menu.yaml: afd is given, but architectures lacks attention-ffn: add attention-ffn, or leave afd out",
         ),
         (
             "max_num_batched_tokens: [1000000000]",
@@ -284,7 +284,7 @@ def test_a_menu_with_more_shapes_than_can_be_looked_at_is_refused_at_once(tmp_pa
     menu.write_text(json.dumps(keys), encoding="utf-8")
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--rate", 20, "--gpus", 8)
     assert result.exit_code == 2
-    assert "the menu gives more than 2,000 engine settings: list fewer" in result.stderr
+    assert "the menu has more than 2,000 engine settings: list fewer" in result.stderr
 
 
 @pytest.mark.parametrize("plan", [(), ("--plan",)])

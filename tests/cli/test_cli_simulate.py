@@ -639,7 +639,7 @@ def test_explaining_what_is_no_plan_says_what_to_give() -> None:
     ("assumption", "words"),
     [
         ("a800=0", "--what-if a800=0: nodes is empty; a cluster has at least one node: give 1 or more"),
-        ("batch=63", "--what-if batch=63: batch is 63, which 8 samples_per_prompt do not divide: make it a multiple"),
+        ("batch=63", "--what-if batch=63: batch is 63, which 8 samples_per_prompt do not divide: make batch"),
     ],
 )
 def test_an_assumption_that_cannot_be_is_repeated(plans: dict[str, Path], assumption: str, words: str) -> None:

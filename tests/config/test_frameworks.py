@@ -60,7 +60,7 @@ REFUSED = [
     ({"framework": "verll"}, "unknown framework 'verll'; did you mean verl?"),
     ({"framework": "verl", "mode": "colocated"}, "mode is colocated, but verl"),
     ({"framework": "trl", "prefill_decode": True}, "prefill_decode is true, but trl has no"),
-    ({"framework": "slime", "staleness": 2}, "staleness is 2, but slime bounds it by 1 at most"),
+    ({"framework": "slime", "staleness": 2}, "staleness is 2, but slime allows at most 1: lower staleness"),
 ]
 
 

@@ -105,7 +105,7 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "stale but synchronous",
         given(mode="sync", staleness=1),
-        "staleness is 1, but mode is sync: set it to 0, or mode",
+        "staleness is 1, but mode is sync: set staleness to 0, or mode",
     ),
     ("stale but colocated", given(mode="colocated", staleness=2), "staleness is 2, but mode is colocated"),
     ("negative staleness", given(staleness=-1), "staleness: Input should be greater than or equal to 0"),

@@ -149,7 +149,7 @@ BAD = [
         change("start.replicas", 3),
         "start.replicas is 3: give cluster.core to cluster.core + cluster.hybrid",
     ),
-    ("a slot left over", change("start.replicas", 1), "start uses 1 + 2 slots of 4: give every slot one role"),
+    ("a slot left over", change("start.replicas", 1), "start.replicas 1 and 2 engines do not add up"),
     ("a reserved name", change("engines.lent", SIZE), "engines.lent is the name of engines on lent devices: choose"),
     ("limits fall", change("start.buckets.1.up_to", 30), "start.buckets: up_to must rise from bucket to bucket"),
 ]

@@ -131,7 +131,7 @@ def test_stages_and_devices_divide_the_same_kv() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="pp is 41; the model has 1 to 40 pipeline stages"):
+    with pytest.raises(ValueError, match="pp is 41; set it to a number of pipeline stages from 1 to 40"):
         tokens(1, pp=41)
 
 

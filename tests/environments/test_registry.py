@@ -113,6 +113,8 @@ def test_an_unknown_option_is_named(tmp_path: Path) -> None:
 
 def test_options_that_a_built_in_kind_lacks_are_named(tmp_path: Path) -> None:
     config = EnvironmentConfig(kind="openenv", options={"url": "http://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match=r"^environment\.options: openenv needs url and tasks; add them$"):
+        load_environment(EnvironmentConfig(kind="openenv", options={}), tmp_path)
     with pytest.raises(ConfigError, match=r"^environment\.options: openenv needs tasks; add it$"):
         load_environment(config, tmp_path)
 

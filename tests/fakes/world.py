@@ -431,6 +431,6 @@ def failure(which: int) -> Exception:
     return [
         WorkerLostError("it went away"),
         WorkerFailedError("out of memory"),
-        JoinError("worker hybrid-0 cannot join: it was not level at 20 step boundaries"),
+        JoinError("worker hybrid-0 cannot join: it was behind the core at 20 step boundaries"),
         TimeoutError(),
     ][which % 4]

@@ -302,8 +302,8 @@ def test_a_file_that_is_no_cluster_is_refused_by_key(tmp_path: Path, data: objec
     [
         ({}, None),
         ({"bandwidth": "2000 GB/s", "flops": "300 TFLOP/s"}, None),  # rounded
-        ({"memory": "40 GiB"}, "gpu.memory: A100 is known with "),
-        ({"link": "32 GB/s"}, "gpu.link: A100 is known with "),
+        ({"memory": "40 GiB"}, "gpu.memory: A100 has "),
+        ({"link": "32 GB/s"}, "gpu.link: A100 has "),
     ],
 )
 def test_a_described_gpu_of_a_known_name_is_the_known_one_or_told_apart(

@@ -182,7 +182,10 @@ def test_a_device_holds_its_part_of_every_matrix(model: ModelSpec, tp: int, data
 @given(models(), st.integers(1, 5))
 def test_the_heaviest_stage_holds_no_less_than_its_share(model: ModelSpec, stages: int) -> None:
     if stages > model.layers:
-        with pytest.raises(ValueError, match=f"pp is {stages}; the model has 1 to {model.layers} pipeline stages"):
+        with pytest.raises(
+            ValueError,
+            match=f"pp is {stages}; set it to a number of pipeline stages from 1 to {model.layers}",
+        ):
             model.device_parameters(pp=stages)
         return
     held = model.device_parameters(pp=stages).total

@@ -66,11 +66,11 @@ def test_two_models_of_one_name_are_told_apart() -> None:
     [
         (ServerLimits(16384, 256, 1024), None),
         (ServerLimits(4096, 256, 1024), None),
-        (ServerLimits(16385, 256, 1024), "max_model_len is 16385 there and 16384 in the certificate"),
-        (ServerLimits(16384, 257, 1024), "max_num_seqs is 257 there and 256 in the certificate"),
-        (ServerLimits(16384, 255, 1024), "start the server with --max-num-seqs 256, or have one made for it"),
-        (ServerLimits(16384, 256, 1025), "start the server with --max-num-batched-tokens 1024, or have one made"),
-        (ServerLimits(16384, 256, 512), "max_num_batched_tokens is 512 there and 1024 in the certificate"),
+        (ServerLimits(16385, 256, 1024), "max_model_len is 16385 at the server and 16384 in the certificate"),
+        (ServerLimits(16384, 257, 1024), "max_num_seqs is 257 at the server and 256 in the certificate"),
+        (ServerLimits(16384, 255, 1024), "start the server with --max-num-seqs 256, or certify the server with"),
+        (ServerLimits(16384, 256, 1025), "start the server with --max-num-batched-tokens 1024, or certify"),
+        (ServerLimits(16384, 256, 512), "max_num_batched_tokens is 512 at the server and 1024 in the certificate"),
     ],
 )
 def test_a_server_with_other_limits_is_not_what_was_certified(limits: ServerLimits, said: str | None) -> None:

@@ -154,7 +154,7 @@ def test_nothing_is_granted_beside_users_while_a_step_may_take_longer_than_the_p
         (lambda: Slo(0.5, math.inf), "tpot is inf s"),
         (lambda: Slo(0.5, 0.1).pace(1.2), "use is 1.2"),
         (lambda: Slo(0.5, 0.1).pace(0.0), "use is 0"),
-        (lambda: Gate(0.01, 0.02), "grants of 0.02 to 0.01"),
+        (lambda: Gate(0.01, 0.02), "the shortest grant is 0.02, the longest 0.01"),
         (lambda: ServingView(1, 2, 0.0), "2 of 1 requests wait"),
         (lambda: ttft_bound(0.1, 0.1, 5, 0), "room for 0 prompt tokens"),
     ],

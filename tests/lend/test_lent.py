@@ -123,9 +123,9 @@ def test_a_recall_costs_the_contexts_that_are_put_out() -> None:
 CROWDED = replace(CERTIFICATE, envelope=Envelope(6.0, 8000, 40, 700_000, 60.0))
 BRIEF = replace(CERTIFICATE, longest_grant=1e-4)
 REFUSED: list[tuple[str, Lender, Recipe, str, str]] = [
-    ("too busy", lender(4.5), RECIPE, "lends nothing", "4.5 requests/s or more are expected of an engine, and lending"),
+    ("too busy", lender(4.5), RECIPE, "lends nothing", "4.5 requests/s or more are expected at an engine, and lending"),
     ("no memory", lender(1.0, certificates=(CROWDED,)), RECIPE, "does not fit", "its certified KV and Qwen/Qwen3-0.6B"),
-    ("short grants", lender(1.0, certificates=(BRIEF,)), RECIPE, "too slow", "a certified grant is 0.1: certify with"),
+    ("short grants", lender(1.0, certificates=(BRIEF,)), RECIPE, "too slow", "a certified grant lasts 0.1 ms: certify"),
 ]  # fmt: skip
 
 

@@ -42,8 +42,8 @@ def test_terms_are_read_with_a_forecast_or_a_log(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("no traffic", {"forecast": None}, "lends.traffic: give what the pool has served (requests, bin, season), or"),
-    ("both", {"traffic": LOG}, "lends.traffic: give what the pool has served (requests, bin, season), or forecast"),
+    ("no traffic", {"forecast": None}, "lends.traffic: give either a log of the pool's traffic (requests"),
+    ("both", {"traffic": LOG}, "lends.traffic: give either a log of the pool's traffic (requests"),
     ("no certificate", {"certificates": []}, "lends.certificates is empty; name one that `libra lend check`"),
     ("certificates left out", {"certificates": None}, "lends.certificates: this key is required"),
     ("no SLO", {"tpot": None}, "lends.tpot: this key is required; add it"),

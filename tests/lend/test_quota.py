@@ -189,7 +189,7 @@ def test_a_loan_is_of_use_and_does_not_swing(seen: list[tuple[int, float, bool]]
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"capacity": 240}, "reserve of 200 and one rollout context of 50 bytes are more than the 240 there are"),
+        ({"capacity": 240}, "reserve of 200 and one rollout context of 50 bytes are more than the 240 of the device"),
         ({"reserve": -1}, "reserve and quiet are 0 or more"),
         ({"addresses": 49}, "one rollout context is 50 bytes of KV and the rollout engine has addresses for 49"),
         ({"beside": -7}, "weights are 7 bytes more than the memory beside the serving engine"),

@@ -129,5 +129,5 @@ def test_an_engine_that_is_new_feels_its_way() -> None:
 
 
 def test_a_step_that_took_no_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="it takes more than 0"):
+    with pytest.raises(ValueError, match="give a positive and finite time"):
         StepCost().observe(StepShape(1, 0, 0), 0.0)

@@ -253,7 +253,7 @@ DAMAGES = [
     ([STARTED, STARTED], "3: the line does not match its checksum, or does not follow the line before; the file is"),
     ([STARTED_TWICE], "2: the line does not match its checksum, or does not follow the line before; the file is"),
     ([sealed(TAKEN % (2, b"[]"), HEAD)], "2: version 2 does not follow 0; the file is damaged"),
-    ([sealed(TAKEN % (1, b"[3]"), HEAD)], "2: a batch of group 3, which was not started, or trained on"),
+    ([sealed(TAKEN % (1, b"[3]"), HEAD)], "2: a batch of group 3, which was not started, or was trained on"),
     ([STARTED, STARTED_TWICE], "3: group 0 was started before"),
 ]
 
@@ -272,7 +272,10 @@ def test_what_cannot_have_happened_is_refused_by_file_and_line(
     [
         (lambda run: run.file.finished(5, 0, episode(5, 0)), "an episode of group 5, which was not started"),
         (lambda run: run.file.finished(0, 0, episode(0, 0)), "episode 0 of group 0 finished before"),
-        (lambda run: run.file.finished(0, 1, episode(0, 1, version=1)), "g0-1 is of version 1, which nothing before"),
+        (
+            lambda run: run.file.finished(0, 1, episode(0, 1, version=1)),
+            "g0-1 is of version 1, which no earlier step made",
+        ),
     ],
 )
 def test_an_episode_that_cannot_be_is_refused(run: Run, wrong: object, message: str) -> None:

@@ -56,7 +56,7 @@ def test_steps_made_twice_are_an_error(made_run: MadeRun) -> None:
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(FileNotFoundError, match="not the directory of a run"):
         read_run(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such directory"):
         read_run(tmp_path / "nothing")

@@ -36,7 +36,7 @@ def test_every_record_comes_back_as_it_was(example_records: Mapping[str, Record]
         (EVENT.replace('"text"', '"txt"'), "x.jsonl:3: text: Field required"),
         (EVENT.replace("}", ', "extra": 1}'), "x.jsonl:3: extra: Unexpected"),
         (EVENT.replace("1.5", '"1.5"'), "x.jsonl:3: time: Input should be a valid number"),
-        (EVENT.replace("1.5", "NaN"), "time is nan: a record holds finite numbers only"),
+        (EVENT.replace("1.5", "NaN"), "time is nan: a record has only finite numbers"),
         (EVENT.replace("1.5", "9" * 400), "time"),
         (EVENT[:20], "x.jsonl:3: line: Invalid JSON"),
         ("", "x.jsonl:3: line: Invalid JSON"),
@@ -69,8 +69,8 @@ def test_an_error_inside_the_summary_names_its_place(example_records: Mapping[st
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("peak_memory_bytes", 10**400, "peak_memory_bytes has 401 digits: a record holds integers of 64 bits"),
-        ("device_seconds", {"generating": float("inf")}, "device_seconds is inf: a record holds finite numbers only"),
+        ("peak_memory_bytes", 10**400, "peak_memory_bytes has 401 digits: a record has only integers of 64 bits"),
+        ("device_seconds", {"generating": float("inf")}, "device_seconds is inf: a record has only finite numbers"),
     ],
 )
 def test_a_number_that_no_sum_can_hold_is_refused(

@@ -122,9 +122,9 @@ def test_what_cannot_have_been_under_way_is_refused() -> None:
     admission: Admission[int] = Admission(groups_per_step=1, group_size=1, max_staleness=1, version=7)
     with pytest.raises(ValueError, match="group a was started under version 8, after 7"):
         admission.resume("a", 8, [])
-    with pytest.raises(ValueError, match="is too old to be trained on within 1 versions"):
+    with pytest.raises(ValueError, match="is too old to train on within 1 versions"):
         admission.resume("a", 5, [])
-    with pytest.raises(ValueError, match="has its 1 episodes already"):
+    with pytest.raises(ValueError, match="already has its 1 episodes"):
         admission.resume("b", 7, [0, 1])
 
 
@@ -164,7 +164,7 @@ def test_a_batch_is_taken_in_parts_as_its_groups_are_complete() -> None:
     assert admission.take_part() == []  # a and b were started under version 0: they are the next batch
     completed(admission, "b")
     assert names(admission.take_part()) == ["b"]
-    with pytest.raises(ValueError, match="1 groups of the next batch are already taken"):
+    with pytest.raises(ValueError, match="1 groups of the next batch have been taken already"):
         admission.take()
 
 

@@ -108,4 +108,4 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "libra.cli.app", "report", str(tmp_path), "--page", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("libra: ") and "holds no run" in done.stderr
+    assert done.stderr.startswith("libra: ") and "not the directory of a run" in done.stderr

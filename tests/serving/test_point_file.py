@@ -262,7 +262,7 @@ def test_an_answer_is_written_point_by_point(tmp_path: Path) -> None:
         assert f"#   libra simulate {file} --requests REQUESTS{repeat} --rate-scale {scale!r}\n" in text
         assert load_engines(file).engines[0].config.max_model_len == found.question.longest
         assert yaml.safe_load(text)["engines"][0]["model"] == str(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"point-1\.yaml: exists already; give another directory, or remove it"):
+    with pytest.raises(ValueError, match=r"point-1\.yaml: exists already; give another directory, or remove the file"):
         write_engines(found, tmp_path / "new" / "engines")
     with pytest.raises(ValueError, match=r"config\.json: is not a directory"):
         write_engines(found, tmp_path / "model" / "config.json")
@@ -273,13 +273,15 @@ def test_what_a_file_cannot_say_is_refused_by_name(tmp_path: Path) -> None:
     candidate = pools(generator, EngineSetup("n", 1, 1, 16, 512, async_scheduling=True))
     fast = NodeClass("n", 4, 4, replace(GPUS["H100"], flops=2e15), GPUS["H100"].link, 50e9)
     question = asked(generator, DENSE, Cluster((fast,)), tmp_path, "roofline")
-    with pytest.raises(ValueError, match=r"nodes n cannot be written as a file of engines: gpu\.flops: H100 is known"):
+    with pytest.raises(ValueError, match=r"nodes n cannot be written to an engines file: gpu\.flops: H100 is known"):
         engines_text(question, point_of(question, candidate, 1.0), "point.yaml")
     usual = Cluster((replace(fast, gpu=GPUS["H100"]),))
     own = question_of(
         usual, reshaped(load_model(DENSE), layers=30), question.requests, OBJECTIVES, profile="roofline", host="none"
     )
-    with pytest.raises(ValueError, match=r"Qwen/Qwen3-8B cannot be written as a file of engines: .* no known model"):
+    with pytest.raises(
+        ValueError, match=r"Qwen/Qwen3-8B cannot be written to an engines file: .* neither a known model"
+    ):
         engines_text(own, point_of(own, candidate, 1.0), "point.yaml")
     bare = replace(own, origin=None)
     with pytest.raises(ValueError, match="the question has no origin"):

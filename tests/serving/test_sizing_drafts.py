@@ -137,7 +137,7 @@ def test_pipelines_are_synchronous_and_do_not_generate_for_others() -> None:
 
 def test_a_plan_with_roles_takes_one_kind_of_drafts() -> None:
     asked = question(requests(np.random.default_rng(0), 4), Objective("ttft", "p99", 1.0), rate=1.0)
-    with pytest.raises(ValueError, match="speculative has several entries, and a plan"):
+    with pytest.raises(ValueError, match="speculative has several entries, but a plan"):
         plan_mix(asked, menu(speculative=(None, EAGLE)))
 
 

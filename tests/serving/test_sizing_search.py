@@ -223,7 +223,7 @@ def test_more_processes_find_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("ttft_p99", "'ttft_p99' is not an objective; give them as ttft_p99=1s,tpot_p99=50ms"),
+        ("ttft_p99", "'ttft_p99' is not an objective; give objectives like ttft_p99=1s,tpot_p99=50ms"),
         ("ttft_p98=1", "unknown objective"),
         ("ttft_p99=soon", "give seconds"),
         ("ttft_p99=1000", "ttft_p99 is 1000 seconds, which is long; write 1000ms or 1000s"),
@@ -276,7 +276,7 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         (replace(recorded[1], prompt_tokens=0), "request 1: prompt_tokens is 0; give a whole number of 1 or more"),
         (replace(recorded[1], output_tokens=1.5), "request 1: output_tokens is 1.5; give a whole number of 1 or more"),  # type: ignore[arg-type]
         (replace(recorded[1], arrival=-1), "request 1: arrival is -1; give a whole number of 0 or more"),
-        (replace(recorded[1], prefix="p", prefix_tokens=11), "prefix_tokens is 11, of a prompt of 10: lower it"),
+        (replace(recorded[1], prefix="p", prefix_tokens=11), "prefix_tokens is 11, more than prompt_tokens, 10"),
         ("no request", "request 1 is 'no request'; give RecordedRequests"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -285,7 +285,7 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         answer(question(recorded, limit), ServingMenu(), jobs=0)
     with pytest.raises(ValueError, match=r"slo is \['ttft_p99=1'\]; give a text such as ttft_p99=1,tpot_p99=0\.05"):
         question_of(CLUSTER, MODEL, recorded, ["ttft_p99=1"], profile="roofline")  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="requests all come at one instant"):
+    with pytest.raises(ValueError, match="requests all arrive at one time"):
         question([replace(it, arrival=0) for it in recorded], limit)
     with pytest.raises(ValueError, match="request 1 has cancel_at"):
         question([recorded[0], replace(recorded[1], cancel_at=2 * 10**12)], limit)
@@ -295,7 +295,9 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         question(recorded[::-1], limit)
     with pytest.raises(InfeasiblePlanError, match=r"1 x h100 tp2 .* needs 2 GPUs, of 1; raise gpus or budget"):
         answer(question(recorded, limit, gpus=1), ServingMenu(MenuFile(tensor_parallel_size=(2,))))
-    with pytest.raises(ValueError, match="no engine of the menu fits this cluster: a pipeline has no drafts"):
+    with pytest.raises(
+        ValueError, match="no engine of the menu fits this cluster: engines with a pipeline must not have"
+    ):
         answer(
             question(recorded, limit),
             ServingMenu(MenuFile(pipeline_parallel_size=(2,), architectures=("prefill-decode",))),

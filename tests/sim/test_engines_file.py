@@ -519,7 +519,7 @@ def test_ranks_beyond_a_node_talk_over_its_network(tmp_path: Path) -> None:
     ("keys", "says"),
     [
         ({"gpu": 5}, "engines.0.gpu: expected a name, such as A800, or a mapping (got 5)"),
-        ({"gpu": {**OWN, "name": "a100"}}, "engines.0.gpu.link: A100 is known with 3e+11, and this has 2e+11: "),
+        ({"gpu": {**OWN, "name": "a100"}}, "engines.0.gpu.link: A100 has 3e+11, but this has 2e+11: "),
         ({"gpu": {**OWN, "memory": 80e9}}, "engines.0.gpu.memory is 80000000000.0 without a unit; add one of GB"),
         ({"gpu": {**OWN, "memory": "80 MiB"}}, "engines.0.gpu.memory is 8.38861e+07; a GPU has"),
         ({"gpu": {"name": "mine"}}, "engines.0.gpu.memory: this key is required; add it"),

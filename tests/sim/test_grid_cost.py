@@ -39,7 +39,7 @@ COST = cost_of()
 PADDED = cost_of(capture_sizes=(1, 2, 4, 8, 16, 32, 64))
 
 
-def decode_ticks(cost: GridCost, decoding: int, context: int) -> int:
+def decode_ticks(cost: GridCost | AffineCost, decoding: int, context: int) -> int:
     base, slope, limit = cost.line(DecodeBatch(decoding), context)
     assert context < limit
     return base + slope * context
@@ -145,6 +145,22 @@ def test_a_batch_is_padded_to_the_next_graph(batch: int, tokens: int) -> None:
         == PADDED.line(DecodeBatch(size), tokens)
         == COST.line(DecodeBatch(size), tokens)
     )
+
+
+def test_a_host_that_does_not_overlap_adds_the_seconds_of_admissions() -> None:
+    host = HostCost(2e-3, 20e-6, admission=1e-3)
+    cost, batch, chunks = cost_of(host), DecodeBatch(9), [(500, 0), (300, 200)]
+    admitted = Admitted(2, 1000, 200)
+    added = cost.mixed(batch, 10_000, chunks, admitted) - cost.mixed(batch, 10_000, chunks)
+    assert 0 < added == rounded(host.admitting(*admitted))
+
+
+def test_an_affine_iteration_is_the_sum_of_its_parts() -> None:
+    cost = AffineCost(10, per_sequence=2, per_context_token=3, per_new_token=5, per_pair=7, per_chunk=11)
+    assert decode_ticks(cost, 4, 100) == 10 + 2 * 4 + 3 * 100
+    pairs = (21 + 22 + 23) + 1  # each new token attends to those before it and to itself
+    chunks = 11 * 2 + 5 * (3 + 1) + 7 * pairs
+    assert cost.mixed(DecodeBatch(4), 100, [(3, 20), (1, 0)]) == 10 + 2 * 4 + 3 * 100 + chunks
 
 
 def test_beyond_the_largest_graph_a_batch_runs_as_it_is() -> None:

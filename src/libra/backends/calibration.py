@@ -1,7 +1,7 @@
-"""Measures the speed of one device: matrix products, attention, a training step, with torch alone.
+"""Measures the speed of one device with torch alone: matrix products, attention, and a training step.
 
 Invariant: every reported rate was measured here, after a warm-up, as the median of repeated runs with their spread. The
-work of a run is counted by formula, so rates of different devices are comparable.
+FLOPs and bytes of a run are computed by formula, so rates of different devices are comparable.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torch import nn
 from libra.backends.machine import choose, probe, served_dtype
 from libra.cost.sources.rates import Calibration, Measured
 
-_HEAD = 64  # width of the heads of the model that is trained
+_HEAD = 64  # head width of the trained model
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Amount of work of each measurement, which should exceed the caches and take much longer than its launch."""
+    """Amount of work of each measurement. It should exceed the caches, and take much longer than a launch."""
 
-    products: tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs of linear layers that arithmetic bounds
-    weights: tuple[int, int]  # inputs, outputs of a linear layer over one token, which memory bounds
+    products: tuple[tuple[int, int, int], ...]  # (tokens, inputs, outputs) of compute-bound linear layers
+    weights: tuple[int, int]  # (inputs, outputs) of a linear layer over one token, which is memory-bound
     heads: int
     kv_heads: int
     head_dim: int
     batch: int  # sequences of the decode
-    context: int  # tokens of each of them, and of the prefill
-    hidden: int  # of the model that is trained, as are the next four
+    context: int  # tokens of each sequence of the decode, and of the prefill
+    hidden: int  # width of the trained model, to which the next three fields belong, too
     intermediate: int
     layers: int
     vocab: int
-    rows: int  # sequences of `length` tokens a training step
+    rows: int  # sequences of `length` tokens per training step
     length: int
-    repeats: int  # at most, and three at least
-    seconds: float  # of one measurement, after which no repeat is begun
+    repeats: int  # at most; there are always three
+    seconds: float  # of one measurement, after which no further repeat begins
 
 
-_CALLS = 8  # in a row, for one time
-_SHORT_CALLS = 64  # where one takes microseconds
+_CALLS = 8  # calls in sequence per timed run
+_SHORT_CALLS = 64  # the same for calls of microseconds
 
 # Layers of a 14B model, 1 GiB of KV, and a training step of 1.2B parameters: seconds on a data-centre GPU, under 40 GB.
 CUDA_SIZES = Sizes(
@@ -85,19 +85,19 @@ CPU_SIZES = Sizes(
 
 
 def calibrate_device(device: str | None = None, sizes: Sizes | None = None) -> Calibration:
-    """Measure `device`, "cuda" or "cpu"; by default the current CUDA device, or the CPU without one.
+    """Measure `device`, "cuda" or "cpu"; by default the current CUDA device, or without one the CPU.
 
-    Raises ValueError for a device that torch does not have. Takes up to a minute on a GPU, 20 s on two CPU cores.
+    Raises `ValueError` for a device that torch does not find. Takes up to a minute on a GPU, 20 s on two CPU cores.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device is {kind}; give cpu, or cuda where torch finds a CUDA device")
+        raise ValueError(f"device is {kind}; give cpu, or cuda if torch finds a CUDA device")
     sizes = sizes or (CUDA_SIZES if kind == "cuda" else CPU_SIZES)
     dtype: torch.dtype = getattr(torch, served_dtype(choose("auto", [probe(kind)]).precision))
     bench = _Bench(torch.device(kind), dtype, sizes)
     training_flops, parameters = _training(bench)
-    read = 2 * dtype.itemsize * sizes.batch * sizes.context * sizes.kv_heads * sizes.head_dim  # bytes, of a decode
-    computed = 2 * sizes.heads * sizes.head_dim * sizes.context**2  # causal: half of all pairs, two products
+    read = 2 * dtype.itemsize * sizes.batch * sizes.context * sizes.kv_heads * sizes.head_dim  # bytes read by a decode
+    computed = 2 * sizes.heads * sizes.head_dim * sizes.context**2  # FLOPs: two products over half of all pairs
     return Calibration(
         device=torch.cuda.get_device_name(bench.device)
         if kind == "cuda"
@@ -135,7 +135,7 @@ class _Bench:
         return self.attention(batch, 1, context, calls)
 
     def attention(self, batch: int, tokens: int, context: int, calls: int) -> list[float]:
-        """Seconds of attention from the last `tokens` of a context to all before them; `tokens` is 1 or all."""
+        """Seconds of attention from the last `tokens` tokens of a context to all earlier ones; `tokens` is 1 or all."""
         q = self.random(batch, self.sizes.heads, tokens, self.sizes.head_dim)
         k, v = (self.random(batch, self.sizes.kv_heads, context, self.sizes.head_dim) for _ in range(2))
         attend = nn.functional.scaled_dot_product_attention
@@ -146,8 +146,8 @@ class _Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def seconds(self, call: Callable[[], object], calls: int) -> list[float]:
-        """Seconds of each of `calls` calls in sequence, once for every repeat. On CUDA the calls are one graph, as in
-        an engine's decode, so gaps between kernels are the device's."""
+        """Mean seconds of `calls` calls in sequence, one value per repeat. On CUDA the calls are one graph, as in an
+        engine's decode, so gaps between kernels are those of the device."""
         if self.device.type == "cuda":
             aside = torch.cuda.Stream(self.device)
             aside.wait_stream(torch.cuda.current_stream(self.device))
@@ -163,7 +163,7 @@ class _Bench:
         return self.samples(lambda: [call() for _ in range(calls)], calls)
 
     def samples(self, run: Callable[[], object], calls: int = 1) -> list[float]:
-        """Seconds of a run over its calls, after one run to warm up; three runs or more."""
+        """Seconds of `run` divided by `calls`, one value per repeat, after one warm-up run; three repeats or more."""
 
         def once() -> float:
             if self.device.type == "cuda":
@@ -188,10 +188,10 @@ def _pooled(values: list[float]) -> Measured:
 
 
 def _training(bench: _Bench) -> tuple[Measured, int]:
-    """FLOP/s of forward, backward and AdamW, and the parameters of the model.
+    """FLOP/s of forward, backward and AdamW, and the number of the model's parameters.
 
-    A step takes 6 FLOPs for each token and matrix weight (Kaplan et al. 2020, section 2.1), and 6 * length * hidden for
-    each token and layer of causal attention. The embedding is a look-up, not a product.
+    A step takes 6 FLOPs per token and matrix weight (Kaplan et al. 2020, section 2.1), and 6 * length * hidden per
+    token and layer for causal attention. The embedding counts nothing, since it is a look-up, not a product.
     """
     sizes = bench.sizes
     model = _decoder(bench)

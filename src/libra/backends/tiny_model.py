@@ -1,7 +1,7 @@
 """A tiny Qwen3 with one token per character, as a directory in Hugging Face layout.
 
-Invariant: the directory holds a configuration and a tokenizer that vLLM and transformers load; weights are made by the
-first trainer, from the run's seed.
+Invariant: the directory has a configuration and a tokenizer that vLLM and transformers load. The first trainer makes
+the weights, from the run's seed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from libra.config.input_file import read_input
 from libra.config.run import ConfigError, ModelConfig
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
-_VOCABULARY_MULTIPLE = 32  # rows of the embedding: a width that vector units like
+_VOCABULARY_MULTIPLE = 32  # rows of the embedding are a multiple of it, for vector units
 
 
 def write_tiny_model(directory: Path, shape: ModelConfig, alphabet: str, longest_context: int) -> None:
-    """`config.json` and `tokenizer.json`. Input and output embeddings are untied."""
+    """Write `config.json` and `tokenizer.json`. Input and output embeddings are untied."""
     directory.mkdir(parents=True, exist_ok=True)
     tokens = [*_SPECIAL, *dict.fromkeys(alphabet)]
     size = -(-len(tokens) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
@@ -51,15 +51,15 @@ def write_tiny_model(directory: Path, shape: ModelConfig, alphabet: str, longest
 
 
 class TokenizerCodec:
-    """Text to token ids and back, by the `tokenizer.json` of a model directory."""
+    """Converts text to token ids and back, with the `tokenizer.json` of a model directory."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"model.directory: {path} does not exist; give a directory that holds tokenizer.json")
+            raise ConfigError(f"model.directory: {path} does not exist; give a directory with a tokenizer.json")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises no narrower one
+        except Exception as error:  # noqa: BLE001 - the library raises no narrower exception
             raise ConfigError(
                 f"model.directory: {path} is not a tokenizer ({error}); save the model there again"
             ) from None
@@ -72,8 +72,8 @@ class TokenizerCodec:
 
 
 def kv_bytes_per_token(directory: Path, dtype: Dtype, gpus: int = 1) -> int:
-    """Bytes of one token's keys and values of `dtype` in all layers, from `config.json`: on each of the `gpus` among
-    which an engine divides the heads. Each has one at least."""
+    """Bytes of one token's keys and values of `dtype` in all layers, from `config.json`, on each of the `gpus` GPUs
+    among which an engine divides the heads. Each GPU has at least one head."""
     config = _config(directory)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -81,7 +81,7 @@ def kv_bytes_per_token(directory: Path, dtype: Dtype, gpus: int = 1) -> int:
 
 
 def vocabulary(directory: Path) -> int:
-    """Token ids of the model, from `config.json`."""
+    """Number of token ids of the model, from `config.json`."""
     return int(_config(directory)["vocab_size"])
 
 

@@ -95,7 +95,7 @@ def _named(kind: str, allocation: Allocation | None) -> Iterator[tuple[str, Allo
 
 
 def _splits(problem: Problem, base: Allocation) -> Iterator[tuple[str, tuple[TrainingOption, ...]]]:
-    """Yield the training options with fewer devices than that of `base`, and those with more."""
+    """Yield the training options with fewer devices than the option of `base`, then the options with more devices."""
     own = own_training(problem, base).devices
     for words, options in (
         ("fewer devices train", tuple(it for it in problem.training if it.devices < own)),

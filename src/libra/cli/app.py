@@ -34,12 +34,12 @@ from libra.cli.entry import end_interrupted
 from libra.config.rooms import offered
 from libra.report.words import printable
 
-# Of all errors of arguments; Typer has no name of its own for it.
+# Base class of all errors of arguments, which Typer does not export by a name.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _Commands(TyperGroup):
-    """Ends an interrupted command, or one with wrong arguments, with a single line; Typer prints none or five."""
+    """A group whose commands end with one line after an interruption or wrong arguments. Typer prints none, or five."""
 
     def main(self, *args: Any, **keywords: Any) -> Any:
         alone = keywords.get("standalone_mode", True)

@@ -54,7 +54,7 @@ class PlanInputs:
 
 
 def plan_cluster(where: Path, what_if: list[str], inputs: PlanInputs, notes: list[str]) -> tuple[Plan, LogEvidence]:
-    """The plan of the cluster in the file `where`."""
+    """Plan the cluster in the file `where`; returns the plan and the statistics of the log."""
     cluster, shape = load_cluster(where), load_model(inputs.model, notes.append)
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
     lenders: tuple[LendingPool, ...] = tuple(it for read in offered("lenders") for it in read(where, cluster))
@@ -83,7 +83,7 @@ def plan_cluster(where: Path, what_if: list[str], inputs: PlanInputs, notes: lis
 def compare_clusters(
     clusters: Sequence[Cluster], job: Job, what_if: list[str], inputs: PlanInputs, notes: list[str]
 ) -> Comparison:
-    """The plans of all clusters for the same job."""
+    """Plan each cluster for the same job, and compare the plans."""
     shape = load_model(inputs.model, notes.append)
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
     changed, recipe = assume(clusters[0], recipe, what_if)

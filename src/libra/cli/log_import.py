@@ -38,7 +38,7 @@ def import_log(
         float | None,
         typer.Option(
             "--characters-per-token",
-            help="Estimate for texts without token counts, if there is no tokenizer (default: 4).",
+            help="Characters per token, to estimate texts without token counts if there is no tokenizer (default: 4).",
         ),
     ] = None,
     unknown_tool_seconds: Annotated[

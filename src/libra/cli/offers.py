@@ -52,7 +52,7 @@ class Buying:
             raise ValueError("--steps is for a cluster of GPUs: the configuration of a run sets its own steps")
 
     def costs(self) -> dict[str, float]:
-        """Dollars for an hour of one GPU, by name."""
+        """Dollars per GPU and hour, by name of the offer."""
         found: dict[str, float] = {}
         for part in self.cost.split(",") if self.cost else ():
             name, _, amount = (it.strip() for it in part.partition("="))

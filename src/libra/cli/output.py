@@ -78,7 +78,7 @@ def tell_note(note: str) -> None:
 
 
 def told_before(note: str) -> None:
-    """Drops the notes of a log that is read again."""
+    """Ignore the notes of a log that is read again."""
 
 
 def write_text(path: Path, text: str) -> None:

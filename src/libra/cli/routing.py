@@ -167,7 +167,7 @@ def _policy(config: GatewayConfig, state: Path | None) -> Policy:
     try:
         known = json.loads(read_input(state))
         if not isinstance(known, dict):
-            raise ValueError(f"the file holds {type(known).__name__}, not an object")
+            raise ValueError(f"the file has {type(known).__name__}, not an object")
         return restore_policy(config.route, known)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(

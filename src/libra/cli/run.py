@@ -114,7 +114,7 @@ def _carrying(settings: RunConfig, file: Path, resume: bool) -> tuple[RunConfig,
         return carried(settings, plan, model, memory), carried_words(plan)
     except OSError as error:
         raise ConfigError(f"--plan {file}: {error.strerror}; give a plan.json of `libra plan -o`") from None
-    except ValueError as error:  # of the file, or of what is wrong with its plan
+    except ValueError as error:  # from reading the file, or from checking its plan
         raise ConfigError(
             f"--plan {error}" if str(error).startswith(str(file)) else f"--plan {file}: {error}"
         ) from None

@@ -42,7 +42,7 @@ class Asked:
     deployment: Deployment
     workload: Workload
     notes: tuple[str, ...]
-    forecast: PlannedRollout | None = None  # of a plan
+    forecast: PlannedRollout | None = None  # of the plan; None for a file of engines
 
 
 def asked(what: Path, trajectories: Path | None, requests: Path | None, given: Options, seed: int) -> Asked:

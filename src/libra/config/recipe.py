@@ -131,11 +131,13 @@ class Recipe(Section):
                 f"leave framework out"
             )
         if self.prefill_decode and not can.pairs:
-            raise ValueError(f"prefill_decode is true, but {can.name} has no prefill/decode pairs: leave it out")
+            raise ValueError(
+                f"prefill_decode is true, but {can.name} has no prefill/decode pairs: remove prefill_decode"
+            )
         if can.most_staleness is not None and self.staleness > can.most_staleness:
             raise ValueError(
-                f"staleness is {self.staleness}, but {can.name} bounds it by {can.most_staleness} at most: lower it, or"
-                " leave framework out"
+                f"staleness is {self.staleness}, but {can.name} allows at most {can.most_staleness}: lower staleness,"
+                " or leave framework out"
             )
         return self
 
@@ -143,7 +145,7 @@ class Recipe(Section):
     def _is_consistent(self) -> Self:
         if self.batch % self.samples_per_prompt:
             raise ValueError(
-                f"batch is {self.batch}, which {self.samples_per_prompt} samples_per_prompt do not divide: make it a"
+                f"batch is {self.batch}, which {self.samples_per_prompt} samples_per_prompt do not divide: make batch a"
                 " multiple"
             )
         if self.lora_rank is None and self.lora_targets != "all":
@@ -158,15 +160,18 @@ class Recipe(Section):
                 "dtype is fp8, but eager modules multiply in 16 bits: set execution to fused, or dtype to bf16"
             )
         if self.mode != "async" and self.staleness:
-            raise ValueError(f"staleness is {self.staleness}, but mode is {self.mode}: set it to 0, or mode to async")
+            raise ValueError(
+                f"staleness is {self.staleness}, but mode is {self.mode}: set staleness to 0, or mode to async"
+            )
         if self.concurrency is not None and self.concurrency < self.samples_per_prompt:
             raise ValueError(
-                f"concurrency is {self.concurrency}, less than a group: set it to samples_per_prompt"
+                f"concurrency is {self.concurrency}, less than a group: set concurrency to samples_per_prompt"
                 f" ({self.samples_per_prompt}) or more"
             )
         if self.mode == "colocated" and self.early_gradients:
             raise ValueError(
-                "early_gradients is true, but mode is colocated: devices that generate cannot train; leave it out"
+                "early_gradients is true, but mode is colocated, and devices that generate cannot train: remove"
+                " early_gradients"
             )
         if self.prefill_decode and (self.mode == "colocated" or self.kv_on_update == "refresh"):
             key, value = ("mode", "async") if self.mode == "colocated" else ("kv_on_update", "keep")

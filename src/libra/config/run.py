@@ -290,7 +290,8 @@ class RunConfig(Section):
             )
         if self.start.replicas + engines != cluster.slots:
             raise ValueError(
-                f"start uses {self.start.replicas} + {engines} slots of {cluster.slots}: give every slot one role"
+                f"start.replicas {self.start.replicas} and {engines} engines do not add up to cluster.slots"
+                f" {cluster.slots}: give every slot one role"
             )
         limits = [bucket.up_to for bucket in self.start.buckets]
         if limits != sorted(set(limits)):

@@ -219,7 +219,8 @@ def drafter_memory(
     dp: int = 1,
 ) -> tuple[float, float]:
     """Bytes of a drafter's weights on each device, and its KV bytes per KV byte of the model. `drafter` is a separate
-    model that is not quantized; None: the drafter is a layer like the model's, whose experts `dp` ranks divide.
+    model that is not quantized. None: the drafter is a layer like the model's layers, and `dp` ranks divide its
+    experts.
     """
     if drafter is None:
         elsewhere = (1 - 1 / dp) * quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp

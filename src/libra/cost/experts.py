@@ -139,7 +139,8 @@ def _capped(weights: Shares, active: int) -> Shares:
 
 def _replicated(load: Shares, slots: int) -> tuple[Placement, Shares]:
     """[layers, slots] expert of each replica, and [layers, experts] number of replicas. The expert whose replicas have
-    the most load gets one more, until all slots are full."""
+    the most load gets one more replica, until all slots are full.
+    """
     layers, experts = load.shape
     replicas = np.tile(np.arange(slots, dtype=np.int64), (layers, 1))
     counts, each = np.ones((layers, experts)), np.arange(layers)

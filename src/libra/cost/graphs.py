@@ -17,9 +17,9 @@ def capture_sizes(
 ) -> tuple[int, ...]:
     """The sizes for which vLLM captures CUDA graphs by default.
 
-    They are 1, 2, 4, 8 to 248 by 8, then by 16, up to twice `max_num_seqs` and at most `most` (1,024 on Blackwell), and
-    `max_num_seqs` itself. With drafts, a decoding request has `tokens_each` tokens: `tokens_each` times these sizes are
-    captured too, and all sizes are multiples of `tokens_each`.
+    The sizes are 1, 2, 4, multiples of 8 up to 248, multiples of 16 above, and `max_num_seqs`. No size exceeds twice
+    `max_num_seqs`, or `most` (1,024 on Blackwell). With drafts, a decoding request has `tokens_each` tokens:
+    `tokens_each` times these sizes are captured too, and all sizes are multiples of `tokens_each`.
     """
     largest = min(2 * max_num_seqs * tokens_each, most)
     counts = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}

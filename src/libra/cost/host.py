@@ -41,7 +41,7 @@ class HostCost:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name} is {value} of the host; give seconds, finite and 0 or more")
+                raise ValueError(f"host.{field.name} is {value}; give seconds, finite and 0 or more")
 
     @property
     def priced(self) -> bool:
@@ -98,9 +98,9 @@ def named_host(name: str, layers: int, plain: int = 0) -> HostCost:
 
 
 def default_host(layers: int, plain: int = 0) -> HostCost:
-    """The host of a model of `layers` layers that has no measured host: vLLM 0.26 on a machine with an H100, with
-    synchronous scheduling, from the grid of Qwen3-8B. Launch times are proportional to the layers, and without graphs
-    also to the operations per layer; `plain` layers have no norms of queries and keys.
+    """The host of a model of `layers` layers that has no measured host. Its times are those of vLLM 0.26 on a machine
+    with an H100, with synchronous scheduling, from the grid of Qwen3-8B. Launch times are proportional to the layers,
+    and without graphs also to the operations per layer; `plain` layers have no norms of queries and keys.
     """
     return HostCost(
         iteration=SERVING * 2.0e-3,

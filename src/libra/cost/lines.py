@@ -145,8 +145,8 @@ def iteration_lines(
 class PrefillLine:
     """Seconds to prefill in full chunks: `per_token*p + per_token_context*C`.
 
-    `p` is the number of new tokens, and `C` the sum, over these tokens, of the number of earlier tokens: p new tokens
-    after c cached ones have `C = p * (c + p/2)`. `error` is the largest relative error of a full chunk on the fitted
+    `p` is the number of new tokens. `C` is the sum, over the new tokens, of the number of earlier tokens: p new tokens
+    after c cached tokens have `C = p * (c + p/2)`. `error` is the largest relative error of a full chunk on the fitted
     prefixes.
     """
 
@@ -201,7 +201,7 @@ def hull_lines(x: Array, y: Array, pieces: int) -> list[tuple[float, float]]:
     """Non-negative (intercept, slope) of up to `pieces` lines below the points.
 
     The lines are edges of the lower convex hull. The last edge is always used, since it is the price of a full batch.
-    Others are added one by one: each time the edge that most reduces the largest relative distance to a point. `y` must
+    Further edges are added one by one: the edge that most reduces the largest relative distance to a point. `y` must
     not decrease.
     """
     hull = [0]

@@ -3,8 +3,9 @@
 Invariant: each device runs its operations in the order of Megatron-LM. An operation starts when the device is free and
 its input has arrived. Times are seconds.
 
-Source: Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2. For equal stages and micro-batches the idle share is (p - 1)
-/ (v m + p - 1), where each of p devices has v parts of the model; relative to the busy time, (p - 1) / (v m).
+Source: Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2. Let each of p devices have v parts of the model. For m equal
+micro-batches and equal stages, the idle share is (p - 1) / (v m + p - 1) of a step, and (p - 1) / (v m) of the busy
+time.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 Invariant: a pass pays for all tokens and keys of its rank, in any packing, and for the fixed costs of every
 micro-batch. Communication counts only if it does not overlap with attention. Times are seconds.
 
-FLOPs: two per multiplied parameter and token, attention by the real, causal lengths; backward twice the forward
-(Narayanan et al. 2021, arXiv 2104.04473, appendix), attention's 2.5 times since FlashAttention computes the scores
-again (Dao 2023, arXiv 2307.08691, sec. 4.1). Tensor and sequence parallelism: Korthikanti et al. 2022 (arXiv
-2205.05198), sec. 4.2. Context parallelism: ring attention (Liu et al. 2023, arXiv 2310.01889).
+FLOPs: two per multiplied parameter and token; attention by the real, causal lengths. The backward pass takes twice the
+forward (Narayanan et al. 2021, arXiv 2104.04473, appendix). Attention's backward takes 2.5 times its forward, since
+FlashAttention computes the scores again (Dao 2023, arXiv 2307.08691, sec. 4.1). Tensor and sequence parallelism:
+Korthikanti et al. 2022 (arXiv 2205.05198), sec. 4.2. Context parallelism: ring attention (Liu et al. 2023, arXiv
+2310.01889).
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ NETWORK_LATENCY = 5e-6  # assumed, per hop between nodes, host-side proxy includ
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Links between devices: `link` among those of a node, `network` of one node to the others, both as achieved."""
+    """Links between devices, at achieved speeds: `link` between the devices of a node, `network` from one node to the
+    others.
+    """
 
     gpus: int  # per node
     link: float  # bytes/s per device, one direction
@@ -48,7 +50,7 @@ def fabric(nodes: NodeClass) -> Fabric:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Devices that communicate: `size` of them, `stride` apart in the order in which nodes are filled."""
+    """Devices that communicate: `size` devices, `stride` apart in the order in which nodes are filled."""
 
     size: Column
     stride: Column = 1.0

@@ -1,6 +1,6 @@
-"""The interface of a task for training an agent. All other parts of Libra are task-agnostic.
+"""The interface of a task for training an agent. No other part of Libra depends on the task.
 
-Invariant: an environment defines the prompts, the tools and the reward of an answer; it never sees tokens, engines or
+Invariant: an environment defines the prompts, the tools and the reward of an answer; it never gets tokens, engines or
 devices. Its methods are pure, except the tools.
 """
 
@@ -76,7 +76,7 @@ class Environment(Protocol):
 
     @property
     def error_text(self) -> str:
-        """The text that the agent reads when a tool breaks, or does not exist."""
+        """The text that the agent reads when a tool fails unexpectedly, or does not exist."""
         ...
 
     @property

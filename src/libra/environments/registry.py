@@ -75,7 +75,8 @@ def _check_options(config: EnvironmentConfig, factory: Any) -> None:
     known = inspect.signature(factory).parameters
     lacking = [name for name, it in known.items() if it.default is it.empty and name not in config.options]
     if lacking:
-        raise ValueError(f"{config.kind} needs {' and '.join(lacking)}; add it")
+        them = "it" if len(lacking) == 1 else "them"
+        raise ValueError(f"{config.kind} needs {' and '.join(lacking)}; add {them}")
     if unknown := [name for name in config.options if name not in known]:
         raise ValueError(f"{config.kind} has no option {unknown[0]!r}; its options are {', '.join(known)}")
 

@@ -1,6 +1,6 @@
 """The interface of a task that plays its own episodes, and asks the run for completions over HTTP.
 
-Invariant: a task sees a chat API, but no tokens, engines or devices. All requests of one `play` form one episode.
+Invariant: a task uses a chat API, and gets no tokens, engines or devices. All requests of one `play` form one episode.
 """
 
 from __future__ import annotations

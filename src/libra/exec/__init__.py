@@ -1,1 +1,1 @@
-"""The executor: the duties of workers, and the transitions between allocations."""
+"""The executor: duties of workers, and transitions between allocations."""

@@ -1,4 +1,4 @@
-"""Tasks that run in the background and are not awaited."""
+"""Background tasks whose errors are not lost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def background(work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
-    """Start a task whose exception goes to the loop's exception handler. The caller must keep a reference to the
-    task.
+    """Start a task that no caller awaits. Its exception goes to the loop's exception handler. The caller must keep a
+    reference to the task.
     """
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_raise_in_loop)

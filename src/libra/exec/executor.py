@@ -1,7 +1,7 @@
 """The executor: carries out a plan's transition, move by move, and keeps the duty of each worker.
 
 Invariant: an ended move is done, undone, or failed with its worker idle. The executed moves are a prefix of the
-transition's moves, and the run can continue after each move. The journal has the intention before the move begins, and
+transition's moves, and the run can continue after each move. The journal gets the intention before the move begins, and
 the outcome after its end. Only the `ProcessController` starts and ends processes.
 """
 
@@ -31,13 +31,13 @@ from libra.plan.transition import IDLE, Duty, Move, Role, Transition, device_tra
 
 Processes = TypeVar("Processes", bound=ProcessController, covariant=True)
 
-_WATCH_SECONDS = 1.0  # seconds between two checks of the workers' processes
+_WATCH_SECONDS = 1.0  # between two checks of the workers' processes
 _GONE = (WorkerLostError, TimeoutError)  # failures after which another process in the same slot may succeed
 FAILURES = (*_GONE, WorkerFailedError)
 
 
 class Executor(Generic[Processes]):
-    """Moves workers between duties. `longest` are the engine shapes that hold contexts of `longest_context` tokens."""
+    """Moves workers between duties. `longest` are the engine shapes with contexts of `longest_context` tokens."""
 
     def __init__(
         self,
@@ -53,25 +53,25 @@ class Executor(Generic[Processes]):
         self._journal, self._observer, self._clock, self._longest = journal, observer, clock, longest
         self._plans: tuple[Allocation, ...] = ()
         self._ends: dict[str, str] = {}  # reason why a worker was lost during its move
-        self._drop: str | None = None  # reason to make no further move of the plan
+        self._drop: str | None = None  # reason to make no further moves of the plan; None: continue
         self._watch: asyncio.Task[None] | None = None
 
     def allocation(self) -> Allocation | None:
-        """The workers' current allocation; None when nothing trains or nothing generates."""
+        """The workers' current allocation; None if no worker trains or none generates."""
         duties = (worker.duty for worker in self.pool.all())
         return current_allocation(duties, bucket_limits(self._plans), self.longest_context)
 
     def holds_longest(self, allocation: Allocation) -> bool:
-        """Whether the allocation has an engine for the longest contexts; transitions lead only to such allocations."""
+        """Whether the allocation has an engine for the longest contexts. Transitions lead only to such allocations."""
         return any(bucket.shape in self._longest for bucket in allocation.buckets)
 
     def transition(self, wanted: Allocation) -> Transition:
-        """Transition from the healthy workers' current duties, if no plan provides one. Raises ValueError if the
-        workers cannot form `wanted`."""
+        """The transition from the healthy workers' current duties to `wanted`. Raises `ValueError` if the workers
+        cannot form `wanted`."""
         return device_transition(self.pool.devices(), self.allocation(), wanted, self._longest)
 
     def watch(self) -> None:
-        """Start to watch the processes, until `stop`."""
+        """Start checking the workers' processes, until `stop`."""
         self._watch = background(self._watch_workers())
 
     async def stop(self) -> None:
@@ -81,8 +81,8 @@ class Executor(Generic[Processes]):
         await self.processes.stop()
 
     async def start(self, wanted: Allocation) -> None:
-        """Start the first allocation: a core replica, then all other workers at once. Workers lost meanwhile are
-        missing when this returns. The core replica is started again until its slot is retired; then its failure is
+        """Start the first allocation: a core replica, then all other workers at the same time. Workers lost meanwhile
+        are missing when this returns. The core replica is started again until its slot is retired; then its failure is
         raised. Also raises a worker's `WorkerFailedError`, since another process would fail in the same way.
         """
         moves = device_transition(self.pool.devices(), None, wanted, self._longest).moves
@@ -99,7 +99,7 @@ class Executor(Generic[Processes]):
         self._journal.commit(journal.TransitionDropped(str(errors[0])) if errors else journal.TransitionDone())
 
     async def apply(self, transition: Transition) -> Applied:
-        """Make the transition's moves, one after the other. Raises ValueError if the duties of its workers have
+        """Make the transition's moves, one after the other. Raises `ValueError` if the duties of its workers have
         changed, and `UnsupportedTransitionError` if the backend does not support a part of the plan.
         """
         unsupported = self.processes.unsupported(transition)
@@ -134,10 +134,10 @@ class Executor(Generic[Processes]):
         return Applied(tuple(made), failure)
 
     async def restart(self, name: str) -> float:
-        """End a worker's process and bring it back into the same role; returns the seconds it was out of service.
-        Raises `WorkerLostError` for a worker that does nothing, and the error of a move that fails."""
+        """End a worker's process and start it again in the same role; returns the seconds for which it was out of
+        service. Raises `WorkerLostError` for a worker without a duty, and the error of a failed move."""
         duty = self.pool[name].duty
-        if duty.role not in (Role.ROLLOUT, Role.TRAIN):  # idle, or retired
+        if duty.role not in (Role.ROLLOUT, Role.TRAIN):  # it is idle or retired
             raise WorkerLostError(f"worker {name} has no role to restart in")
         return await self.move(Move(name, duty, duty))
 
@@ -156,8 +156,8 @@ class Executor(Generic[Processes]):
         return self._end(move, began, "done").seconds
 
     def lose(self, worker: str, why: str) -> None:
-        """Handle the loss of a worker: its turns continue elsewhere, and its slot may be started again. A move that is
-        in progress fails. The loss of a worker that does nothing is ignored."""
+        """Handle the loss of a worker: its turns continue elsewhere, and another process may start in its slot. A move
+        in progress fails. The loss of a worker without a duty is ignored."""
         role = self.pool[worker].role
         if role in DEADLINES:
             self._ends[worker] = why
@@ -223,8 +223,7 @@ class Executor(Generic[Processes]):
 
     async def _change(self, worker: str, before: Duty, after: Duty) -> None:
         """Make the steps of a move. Raises `WorkerLostError` if the worker is lost, even if the step itself
-        succeeds.
-        """
+        succeeds."""
         if before != IDLE:
             draining = self._become(worker, Role.DRAINING, before.shape)
             self._route()
@@ -246,14 +245,14 @@ class Executor(Generic[Processes]):
         return self._clock()
 
     def _ended(self, worker: str, error: BaseException) -> str:
-        """End all remains of a failed worker; returns the reason of the failure."""
+        """End the remaining processes of a failed worker; returns the reason of the failure."""
         if self.pool[worker].role is not Role.FAILED:
             self._become(worker, Role.FAILED)
             self.processes.end(worker, str(error))
         return self._ends.pop(worker, str(error) or type(error).__name__)
 
     def _end(self, move: Move, began: float, outcome: Outcome, why: str = "") -> MoveOutcome:
-        """Record and report a move that ended. After a failed move the slot is idle or retired."""
+        """Record and report an ended move. After a failed move the slot is idle or retired."""
         moved = MoveOutcome(move, self._clock() - began, outcome, why)
         entry: journal.Entry
         match outcome:

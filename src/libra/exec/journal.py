@@ -3,7 +3,7 @@
 Invariant: a committed entry is on disk before the controller acts on it. Reading ignores an interrupted last line. The
 chained checksums reveal any other damaged, missing or moved line, which is an error. The replay is a pure function of
 the entries. For a journal without an interrupted move, it equals the controller's state in memory. The replay lists an
-interrupted move without assuming how far it came.
+interrupted move without an assumption about its progress.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from libra.records.files import ChainedFile, whole_lines
 
 
 class JournalError(ValueError):
-    """A journal that cannot be resumed. The message names file and line."""
+    """A journal from which a run cannot resume. The message names file and line."""
 
 
 class Entry(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    """Base of all entries; `kind` on disk is their tag."""
+    """Base of all entries. Their tag on disk is `kind`."""
 
 
 class SessionStarted(Entry, frozen=True, tag="start"):
-    """A session of the run begins: all workers are idle, and the weights have this version."""
+    """A session of the run begins. All workers are idle, and the weights have this version."""
 
     version: int
 
@@ -43,8 +43,7 @@ class ProcessStarted(Entry, frozen=True, tag="worker"):
 
 class TransitionBegun(Entry, frozen=True, tag="plan"):
     """The transition to allocation `wanted` begins. `before` is the present allocation; None if the workers form
-    none.
-    """
+    none."""
 
     wanted: Allocation
     before: Allocation | None
@@ -62,7 +61,7 @@ class MoveDone(Entry, frozen=True, tag="done"):
 
 
 class MoveUndone(Entry, frozen=True, tag="undone"):
-    """The move failed; the worker has its earlier duty again."""
+    """The move failed, and the worker has its earlier duty again."""
 
     worker: str
     seconds: float
@@ -70,7 +69,7 @@ class MoveUndone(Entry, frozen=True, tag="undone"):
 
 
 class MoveFailed(Entry, frozen=True, tag="failed"):
-    """The move failed, and the worker is idle. `retired`: its slot is out of use."""
+    """The move failed, and the worker is idle. If `retired`, its slot is out of use."""
 
     worker: str
     seconds: float
@@ -79,7 +78,7 @@ class MoveFailed(Entry, frozen=True, tag="failed"):
 
 
 class WorkerLost(Entry, frozen=True, tag="lost"):
-    """A worker with a duty is lost. `retired`: its slot is out of use."""
+    """A worker with a duty is lost. If `retired`, its slot is out of use."""
 
     worker: str
     why: str
@@ -91,7 +90,7 @@ class TransitionDone(Entry, frozen=True, tag="applied"):
 
 
 class TransitionDropped(Entry, frozen=True, tag="dropped"):
-    """The remaining moves of the plan will not be made."""
+    """The remaining moves of the plan are dropped."""
 
     why: str
 
@@ -107,7 +106,7 @@ class CheckpointWritten(Entry, frozen=True, tag="checkpoint"):
 
 
 class RunEnded(Entry, frozen=True, tag="end"):
-    """All steps are made."""
+    """The run has made all its steps."""
 
     step: int
 
@@ -130,17 +129,17 @@ AnyEntry = (
 
 
 class Journal:
-    """JSON lines, one for each entry. Raises `DiskError` if a line cannot be written."""
+    """Writes JSON lines, one per entry. Raises `DiskError` if a line cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._file = ChainedFile(path)
 
     def note(self, entry: Entry) -> None:
-        """Record an entry that may be lost with the machine, but not with the controller."""
+        """Record an entry that survives a crash of the controller, but possibly not of the machine."""
         self._file.append(msgspec.json.encode(entry))
 
     def commit(self, entry: Entry) -> None:
-        """Record an entry that a restarted controller must know; it is on disk when this returns."""
+        """Record an entry that a restarted controller must know. It is on disk when this returns."""
         self.note(entry)
         self._file.sync()
 
@@ -149,7 +148,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[AnyEntry]:
-    """All whole entries. Raises `JournalError` at the first damaged one, and if there is no such file."""
+    """Yield all whole entries. Raises `JournalError` at the first damaged entry, and if the file does not exist."""
     decoder: msgspec.json.Decoder[AnyEntry] = msgspec.json.Decoder(AnyEntry)
     try:
         lines = whole_lines(path)
@@ -169,8 +168,8 @@ class JournalReplay:
     """
 
     version: int  # of the weights
-    duties: Mapping[str, Duty]  # role of every worker that had one in the last session
-    under_way: Mapping[str, Move]  # moves without a known outcome, by worker
+    duties: Mapping[str, Duty]  # duty of every worker that had one in the last session
+    under_way: Mapping[str, Move]  # moves in progress at the end, by worker
     worked: Mapping[str, Duty]  # last working duty of every worker, in any session
     plans: tuple[Allocation, ...]
 

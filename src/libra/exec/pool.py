@@ -1,8 +1,8 @@
-"""Workers, their roles, the legal changes of a role, and the allocation that all workers form together.
+"""Workers, their roles, the legal role changes, and the allocation that all workers form together.
 
-Invariant: a role changes only along a legal transition; a transitional role has a deadline. A slot that loses its
-process becomes `failed`, then idle at once: another process may start there, until the slot has lost too many. The pool
-is the executor's state, which the journal records. It holds no process and does no I/O.
+Invariant: a role changes only along a legal transition, and a transitional role has a deadline. A slot that loses its
+process becomes `failed`, then idle at once. Another process may start there, until the slot has lost too many. The pool
+is the executor's state, which the journal records. It has no processes and does no I/O.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ class Deadline:
         return self.seconds + self.steps * step_seconds
 
 
-# Number of step boundaries at which a joining replica may enter.
+# Step boundaries at which a joining replica may enter.
 JOIN_BOUNDARIES = 20
 
-# A worker that exceeds the limit of a transitional role is failed. A start has 600 s (on a GPU) and draining has 30 s,
-# plus 300 s each, since the operations inside have their own, shorter limits. A replica is announced at the end of one
-# step, and enters at one of the next `JOIN_BOUNDARIES` step boundaries. It leaves at the end of the second step.
+# A worker that exceeds the limit of a transitional role is failed. The limits are 600 s for a start (on a GPU) and 30 s
+# for draining, plus 300 s each, since the operations inside have their own, shorter limits. A replica is announced at
+# the end of one step, and enters at one of the next `JOIN_BOUNDARIES` step boundaries. It leaves at the end of the
+# second step.
 DEADLINES = {Role.JOINING: Deadline(600.0 + 300.0, 1 + JOIN_BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
 
 # A process may die of a passing cause, so its slot is used again. After `MOST_LOSSES` losses within an hour, the slot
-# stays empty for the rest of the session, since another start would not remove the cause. Three starts that hang for
-# their full time fit into the hour.
-MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
+# stays empty for the rest of the session, since another start would not remove the cause. Three starts that hang until
+# their deadline fit into the hour.
+MOST_LOSSES = ClusterConfig().losses_per_hour  # default of the configuration
 LOSS_WINDOW = 3600.0  # seconds
 
 _LEGAL = {
@@ -64,29 +65,29 @@ def with_loss(losses: tuple[float, ...], now: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One device slot. `allowed` are the working roles it may take; its `most_losses`th loss retires it."""
+    """One device slot. `allowed` are the roles that it may take; loss number `most_losses` retires it."""
 
     id: str
     slot: int
     allowed: frozenset[Role]
     role: Role = Role.IDLE
-    shape: str | None = None  # shape of its engine, in ROLLOUT, or while joining or draining one
+    shape: str | None = None  # shape of its engine in ROLLOUT, and while an engine joins or drains
     since: float = 0.0  # seconds on the caller's clock
-    losses: tuple[float, ...] = ()  # times at which the worker lost its process, within the last `LOSS_WINDOW`
-    node_lost: bool = False  # the node may come back
+    losses: tuple[float, ...] = ()  # times of lost processes within the last `LOSS_WINDOW`
+    node_lost: bool = False  # whether its node is lost, which may return
     most_losses: int = MOST_LOSSES
-    lent: str | None = None  # shape of its engine, where the device serves users, too
+    lent: str | None = None  # shape of its engine, if its device also serves users
 
     @property
     def duty(self) -> Duty:
-        """The worker's role, with the shape of its engine while in service. In a transitional role, a worker does no
+        """The worker's role, and the shape of its engine while in service. A worker in a transitional role does no
         work.
         """
         return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
 
     @property
     def device(self) -> Device:
-        """The device of the worker, as a planner's input."""
+        """The worker's device, as input of the planner."""
         return Device(self.id, self.slot, self.allowed, self.duty, self.lent)
 
     @property
@@ -108,7 +109,7 @@ class Worker:
         return replace(self, role=role, since=now, shape=shape)
 
     def lose(self, now: float) -> Worker:
-        """The worker after the loss of its process, which is counted."""
+        """Count the loss of the worker's process; returns the worker after it."""
         return replace(self.become(Role.FAILED, now), losses=with_loss(self.losses, now))
 
 
@@ -125,7 +126,7 @@ class WorkerPool:
         return tuple(self._workers.values())
 
     def healthy(self) -> tuple[Worker, ...]:
-        """Workers that have a duty, or could have one."""
+        """Workers that have a duty, or could get one."""
         return tuple(
             worker for worker in self._workers.values() if worker.role is not Role.FAILED and not worker.node_lost
         )
@@ -139,11 +140,11 @@ class WorkerPool:
         return self._workers[worker]
 
     def lent_shapes(self) -> frozenset[str]:
-        """Shapes of the engines on devices that serve users, present or not."""
+        """Shapes of the engines on devices that serve users, whether present or not."""
         return frozenset(worker.lent for worker in self._workers.values() if worker.lent is not None)
 
     def devices(self) -> tuple[Device, ...]:
-        """Healthy workers, as a planner's input."""
+        """Devices of the healthy workers, as input of the planner."""
         return tuple(worker.device for worker in self.healthy())
 
     def set_node_lost(self, worker: str, lost: bool) -> Worker:
@@ -193,9 +194,9 @@ def current_allocation(
     """Allocation of workers with these duties, in buckets with these `limits`; None if no worker trains or none
     generates.
 
-    Between two allocations, engines of both run; the first limit of a shape counts. A bucket without an engine is
-    removed, and the next longer bucket takes its range. Without a longer bucket, the longest remaining bucket takes the
-    range. Of two buckets with the same limit, the first stays.
+    Between two allocations, engines of both run, and the first limit of a shape counts. A bucket without an engine is
+    removed, and the next longer bucket takes its range. If there is no longer bucket, the longest remaining bucket
+    does. Of two buckets with the same limit, the first stays.
     """
     doing = Counter(duties)
     ends: dict[str, int] = {}
@@ -215,7 +216,7 @@ def current_allocation(
 def fitted(allocation: Allocation, workers: Sequence[Worker], lent_shapes: Collection[str] = ()) -> Allocation:
     """`allocation` fitted to the present workers. Missing workers are taken from the longest bucket, which keeps one
     engine, and then from the shortest buckets. Surplus workers join the longest bucket. Each present lent device has an
-    engine of `lent_shapes`. Raises `InfeasiblePlanError` if no worker is left to generate, or to train.
+    engine with one of the `lent_shapes`. Raises `InfeasiblePlanError` if no worker is left to generate, or to train.
     """
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
     own = len(workers) - lent.total()

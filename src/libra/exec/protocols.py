@@ -1,4 +1,4 @@
-"""The executor's interfaces: to the controller of worker processes, and to the observer of its moves.
+"""The executor's interfaces: the controller of worker processes, and the observer of its moves.
 
 Invariant: only the backend handles processes, stored weights and the transport of bytes.
 """
@@ -14,11 +14,11 @@ from libra.plan.transition import Duty, Move, Transition
 
 
 class WorkerLostError(ConnectionError):
-    """The worker process is gone (killed, crashed, or its machine with it)."""
+    """The worker process is lost: it was killed, it crashed, or its machine did."""
 
 
 class WorkerFailedError(RuntimeError):
-    """The worker is alive and reports that an order failed."""
+    """The worker is alive, and reports that an order failed."""
 
 
 class UnsupportedTransitionError(ValueError):
@@ -30,49 +30,49 @@ Outcome = Literal["done", "undone", "failed"]  # of a move
 
 class ProcessController(Protocol):
     """Starts, frees and ends workers. `free` and `start` raise `WorkerLostError`, `WorkerFailedError` or `TimeoutError`
-    when they fail; the caller then calls `end`.
+    if they fail; the caller then calls `end`.
     """
 
     @property
     def step_allowance(self) -> float:
-        """Estimated seconds within which a training step is made, or the loss of a replica is noticed; 0 before the
-        first replica has started."""
+        """Estimated seconds within which a training step ends, or the loss of a replica is noticed; 0 before the first
+        replica has started."""
         ...
 
     def require_core(self) -> None:
-        """Raises `CoreLostError` when training has begun and no core replica is present."""
+        """Raise `CoreLostError` if training has begun and no core replica is present."""
         ...
 
     def unsupported(self, transition: Transition) -> str | None:
-        """Name, in one line, the part of the plan that this backend does not support; None if it supports all."""
+        """The part of the plan that this backend does not support, in one line; None if it supports the plan."""
         ...
 
     def offers(self, slot: int) -> bool:
-        """Whether the slot is available: its node is not lost."""
+        """Whether the slot is available, which means that its node is not lost."""
         ...
 
     async def free(self, worker: str, duty: Duty, then: Duty) -> None:
-        """Let a worker finish its work, and end its process. The backend may instead keep the process asleep, to use it
-        again after the worker's next duty, `then`.
+        """Have a worker finish its work, and end its process. The backend may instead keep the process asleep, to use
+        it again after the worker's next duty, `then`.
         """
         ...
 
     async def start(self, worker: str, duty: Duty) -> None:
-        """Start a process, which is in service when this returns. An earlier process of the slot ends completely
-        before.
+        """Start a process, which is in service when this returns. Waits first until an earlier process of the slot has
+        ended completely.
         """
         ...
 
     def end(self, worker: str, why: str) -> None:
-        """End all processes of the worker at once; calls that wait for it fail."""
+        """End all processes of the worker at once. Calls that wait for them fail."""
         ...
 
     def route(self, allocation: Allocation) -> None:
-        """Send turns to engines by these buckets, from now on."""
+        """Route turns by the buckets of `allocation` from now on."""
         ...
 
     def declare_dead(self) -> None:
-        """Find processes that ended without closing a channel."""
+        """Declare workers lost whose processes ended without closing a channel."""
         ...
 
     async def stop(self) -> None:
@@ -82,34 +82,32 @@ class ProcessController(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MoveOutcome:
-    """An ended move. `undone`: the worker has its earlier duty again; `failed`: the worker is idle."""
+    """An ended move. `undone`: the worker has its earlier duty again. `failed`: the worker is idle."""
 
     move: Move
     seconds: float
     outcome: Outcome
-    why: str = ""  # the reason why the move is not done
+    why: str = ""  # reason why the move is not done
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Outcome of a transition: the ended moves, and the reason why later moves were dropped; None: no move was
-    dropped.
-    """
+    """Outcome of a transition: the ended moves, and the reason why later moves were dropped; None if none were."""
 
     moves: tuple[MoveOutcome, ...]
     failure: str | None
 
 
 class PoolObserver(Protocol):
-    """Receives the changes of the pool."""
+    """Observer of the changes of the pool."""
 
     def role(self, worker: Worker) -> None: ...
     def moved(self, moved: MoveOutcome) -> None: ...
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """A worker with a duty is lost. `retired`: its slot is out of use."""
+        """Called when a worker with a duty is lost. If `retired`, its slot is out of use."""
         ...
 
     def node_back(self, worker: str) -> None:
-        """The slot of a worker that was lost with its node can be used again."""
+        """Called when the slot of a worker that was lost with its node can be used again."""
         ...

@@ -1,6 +1,6 @@
 """A recent ratio of two quantities.
 
-Invariant: the result is a ratio of sums, so a short step counts little.
+Invariant: the result is a ratio of sums, so a short step has little weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _HALF_LIFE_STEPS = 5.0  # measured quantities drift as the policy learns
 
 @dataclass(slots=True)
 class Ratio:
-    """A ratio of sums in which old observations count exponentially less; 1 before any observation."""
+    """A ratio of sums in which old observations have exponentially less weight; 1 before any observation."""
 
     above: float = 0.0
     below: float = 0.0

@@ -1,7 +1,7 @@
 """Recovery of workers that are lost during the first start, or during work between steps, such as an evaluation.
 
-Invariant: the remaining workers get their earlier duties while the work continues, or before it begins again. Without a
-remaining worker, the work ends with an error. A started move ends before `during` returns.
+Invariant: the remaining workers return to their earlier duties while the work continues, or before it begins again.
+Without a remaining worker, the work ends with an error. A started move ends before `during` returns.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from libra.plan.allocation import Allocation
 from libra.plan.problem import InfeasiblePlanError
 
 T = TypeVar("T")
-_ATTEMPTS = 3  # attempts at work that begins again; if each attempt loses a worker, another would not remove the cause
-_MOST_UNDONE = 3  # plans that may fail without the loss of a slot, before the work ends with an error
+_ATTEMPTS = 3  # at work that begins again; if each loses a worker, another attempt would not remove the cause
+_MOST_UNDONE = 3  # plans that may fail without the loss of a slot before the work ends with an error
 
 
 class Recovery:
-    """Restores lost workers. `first` is the fallback for an impossible current allocation; `warn` gets each failure."""
+    """Restores lost workers. `first` replaces an impossible current allocation; `warn` is called with each failure."""
 
     def __init__(self, executor: Executor[ProcessController], first: Allocation, warn: Callable[[str], None]) -> None:
         self._executor, self._first, self._warn = executor, first, warn
@@ -39,8 +39,8 @@ class Recovery:
         await self._recover(self._first, lambda: False)
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises its errors; `CoreLostError` or `InfeasiblePlanError` if the remaining workers
-        cannot continue."""
+        """The result of `work`. Raises its errors, and `CoreLostError` or `InfeasiblePlanError` if the remaining
+        workers cannot continue."""
         wanted = self._wanted()
         task = asyncio.create_task(work)
         task.add_done_callback(lambda task: self._executor.drop_rest("the work is done"))
@@ -56,8 +56,8 @@ class Recovery:
             await asyncio.gather(task, return_exceptions=True)
 
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run work that moves workers itself, and return its result. Work that fails by the loss of a worker begins
-        again once the workers have their earlier duties. Raises the error of the last attempt, and errors of `during`.
+        """Run work that moves workers itself, and return its result. After the loss of a worker, the work begins again
+        once the workers have their earlier duties. Raises the error of the last attempt, and the errors of `during`.
         """
         wanted = self._wanted()
         for _ in range(_ATTEMPTS - 1):
@@ -74,7 +74,7 @@ class Recovery:
         return now if now is not None and self._executor.holds_longest(now) else self._first
 
     async def _recover(self, wanted: Allocation, over: Callable[[], bool]) -> None:
-        """Restore `wanted`. Idle slots that cannot be started are retired, so only undone moves need a limit."""
+        """Restore `wanted`. Idle slots whose starts fail are retired, so only undone moves need a limit."""
         undone = 0
         while not over():
             self._lost.clear()
@@ -86,7 +86,7 @@ class Recovery:
             if over() or (applied.failure is None and not self._lost.is_set()):
                 return
             if applied.failure is None:
-                continue  # a worker that was lost during the last of these moves is still missing
+                continue  # a worker lost during the last of these moves is still missing
             self._warn(f"the workers are not {whole.describe()} again: {applied.failure}")
             undone += any(moved.outcome == "undone" for moved in applied.moves)
             if undone == _MOST_UNDONE:

@@ -1,7 +1,7 @@
 """Grouped-query attention, and the indexer that chooses keys.
 
-Invariant: the shape of an attention is possible, and its parameters equal those of the checkpoint. Methods return sizes
-of one layer on one of `tp` devices, for a degree that `tp_refusal` accepts.
+Invariant: an attention has a possible shape, and as many parameters as in the checkpoint. Methods return sizes of one
+layer on one of `tp` devices, for a degree that `tp_refusal` accepts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from libra.hardware.checks import require_at_least
 from libra.hardware.context import ALL, Array, Reach, Read, Retained
 from libra.hardware.matrix import Matrix, heads_refusal
 
-Products = tuple[tuple[float, float], ...]  # (inputs, outputs) of each matrix product of a token
+Products = tuple[tuple[float, float], ...]  # (inputs, outputs) of each matrix product for a token
 
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """Small heads that choose the `topk` keys which the attention of a layer reads (DeepSeek-V3.2, MiniMax-M3).
+    """Small heads that choose the `topk` keys that a layer's attention reads (DeepSeek-V3.2, MiniMax-M3).
 
-    Every device has the whole indexer. A key takes one byte per number, and a scale of four bytes per 128 numbers.
+    Every device has the whole indexer. A key takes one byte per number, and four bytes of scale per 128 numbers.
     """
 
     heads: int
     head_dim: int
     topk: int  # tokens
-    weighted: bool = True  # heads are weighted by a projection of their own
+    weighted: bool = True  # whether a projection of its own weights the heads
 
     def __post_init__(self) -> None:
         require_at_least(1, heads=self.heads, head_dim=self.head_dim, topk=self.topk)
@@ -38,7 +38,7 @@ class Indexer:
         return self.head_dim + 4 * -(-self.head_dim // 128) if self.weighted else 2.0 * self.head_dim
 
     def matrices(self, queries: int, hidden: int) -> tuple[Matrix, ...]:
-        """The indexer's matrices, for queries of `queries` numbers."""
+        """The indexer's matrices; the queries that it reads have `queries` numbers."""
         found = (
             Matrix("self_attn.indexer.wq_b", queries, self.heads * self.head_dim, 1),
             Matrix("self_attn.indexer.wk", hidden, self.head_dim, 1),
@@ -47,10 +47,10 @@ class Indexer:
 
     @property
     def vectors(self) -> int:
-        return 2 * self.head_dim  # weight and bias of the key's norm, or a norm of queries and one of keys
+        return 2 * self.head_dim  # weight and bias of the key's norm, or a norm of queries and a norm of keys
 
     def read(self, each: int = 1) -> Read:
-        """The keys that the indexer reads, one for every `each` tokens."""
+        """Read of the indexer's keys, one key for every `each` tokens."""
         flops = 2 * self.heads * self.head_dim / each
         return Read(0.0, flops, flops, plain=self.key_bytes / each)
 
@@ -62,15 +62,15 @@ class Attention:
     heads: int
     kv_heads: int
     head_dim: int  # of queries and keys
-    value_dim: int = 0  # of values; 0: as `head_dim`
+    value_dim: int = 0  # of values; 0: equal to `head_dim`
     reach: Reach = ALL
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "head", "layer"] = "none"  # width of the norms of queries and keys: a head, or all
-    sinks: bool = False  # a learned logit for each head that takes no value
-    gate: Literal["none", "head", "channel"] = "none"  # of the output: a number for each head, or for each value
-    keys_are_values: bool = False  # values have no projection of their own
-    shared: bool = False  # reads keys and values of an earlier layer
+    qk_norm: Literal["none", "head", "layer"] = "none"  # width of the norms of queries and keys: one head, or all heads
+    sinks: bool = False  # whether each head has a learned logit without a value
+    gate: Literal["none", "head", "channel"] = "none"  # output gate: one number per head, or one per value
+    keys_are_values: bool = False  # whether values have no projection of their own
+    shared: bool = False  # whether it reads keys and values of an earlier layer
     indexer: Indexer | None = None
     kind: Literal["attention"] = "attention"
 
@@ -93,14 +93,14 @@ class Attention:
             if not self.keys_are_values:
                 made.append(Matrix("self_attn.v_proj", hidden, values, self.kv_heads, self.qkv_bias))
         made.append(Matrix("self_attn.o_proj", self.heads * self.value, hidden))
-        if self.gate == "channel":  # in one matrix with the queries
+        if self.gate == "channel":  # part of the queries' matrix
             made.append(Matrix("self_attn.q_proj", hidden, self.heads * self.value))
         elif self.gate == "head":
             made.append(Matrix("self_attn.g_proj", hidden, self.heads))
         return (*made, *(self.indexer.matrices(hidden, hidden) if self.indexer else ()))
 
     def vectors(self, hidden: int, tp: int = 1) -> float:
-        """Parameters other than the matrices and their biases."""
+        """Number of parameters other than the matrices and their biases."""
         norms = 0.0
         if self.qk_norm == "head":
             norms = self.head_dim * (1 if self.shared else 2)
@@ -114,7 +114,7 @@ class Attention:
         )
 
     def held_heads(self, tp: int = 1) -> float:
-        """KV heads on each device; at least 1, also with more devices than heads."""
+        """KV heads on each device; at least 1, even if there are more devices than heads."""
         return max(1.0, self.kv_heads / tp)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
@@ -148,7 +148,7 @@ class Attention:
         return 0.0
 
     def saved(self, tp: Array) -> Array:
-        """Activations of a token for its backward pass, without inputs and norms of the layer."""
+        """Activations of a token for its backward pass, without the layer's inputs and norms."""
         query, value = self.heads * self.head_dim / tp, self.heads * self.value / tp
         key = self.kv_heads * (self.head_dim + self.value) / np.minimum(tp, self.kv_heads)
         normed = query + self.kv_heads * self.head_dim / np.minimum(tp, self.kv_heads) if self.qk_norm != "none" else 0
@@ -156,7 +156,7 @@ class Attention:
         return found
 
     def ring(self, tp: Array) -> Array:
-        """Numbers of a token's key and value that a context-parallel ring sends."""
+        """Numbers of a token's key and value that context parallelism sends around its ring."""
         found: Array = (self.head_dim + self.value) * np.maximum(1.0, self.kv_heads / tp)
         return found
 

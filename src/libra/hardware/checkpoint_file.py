@@ -1,7 +1,7 @@
-"""The `quantization_config` of a checkpoint's config.json, as a `WeightFormat`.
+"""Reads the `quantization_config` of a checkpoint's config.json as a `WeightFormat`.
 
-Invariant: a configuration is read completely or refused by its field. Formats are those of vLLM's loaders: `fp8`,
-`fbgemm_fp8`, `compressed-tensors`, `awq`, `gptq`, `mxfp4` and `modelopt` (also named by its producer alone).
+Invariant: a configuration is read completely, or refused with the name of a field. Formats are those of vLLM's loaders:
+`fp8`, `fbgemm_fp8`, `compressed-tensors`, `awq`, `gptq`, `mxfp4` and `modelopt` (which its producer may name, too).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _Config = Mapping[str, Any]
 
 
 def stored_weights(config: object, model: ModelSpec) -> WeightFormat:
-    """The weight format of `model` by `config`, the value of `quantization_config`. Raises ValueError that begins with
-    the field.
+    """The weight format of `model` from `config`, the value of `quantization_config`. Raises `ValueError` that begins
+    with the name of the field.
     """
     if not isinstance(config, dict):
         raise ValueError(f"{_FIELD}: expected an object (got {shown(config)})")
@@ -30,7 +30,7 @@ def stored_weights(config: object, model: ModelSpec) -> WeightFormat:
         return _mixed(config, model)
     found = _reader(config)(config)
     kept = _kept(config, model)
-    if found.kept != KeptShares():  # a method that stores routed experts alone
+    if found.kept != KeptShares():  # the method quantises only routed experts
         kept = replace(found.kept, experts=kept.experts)
     _require_some(kept, model)
     return replace(found, kept=kept, kv_cache_dtype=_kv_cache_dtype(config))
@@ -108,7 +108,7 @@ def _group(place: str, group: _Config) -> WeightFormat:
 
 
 def _group_size(place: str, size: object) -> int:
-    """Numbers that share a scale; 0: a whole channel shares one."""
+    """Numbers that share a scale; 0 if a whole channel does."""
     if size in (None, -1):
         return 0
     if type(size) is not int or size < 1:
@@ -170,7 +170,7 @@ _READERS: Mapping[str, Callable[[_Config], WeightFormat]] = {
 
 
 def _kv_cache_dtype(config: _Config) -> str:
-    """The KV type of a ModelOpt checkpoint, as in vLLM's `kv_cache_dtype: auto`; 16 bits by default."""
+    """The KV type of a ModelOpt checkpoint, as in vLLM's `kv_cache_dtype: auto`; 16 bits otherwise."""
     return _kv_of_modelopt(config) if _reader(config) is _modelopt else "auto"
 
 
@@ -186,7 +186,7 @@ def _kv_of_modelopt(config: _Config) -> str:
 
 
 def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
-    """The format of a ModelOpt checkpoint that names the algorithm of each module. A module that is not named keeps 16
+    """The format of a ModelOpt checkpoint that lists the algorithm of each module. A module that is not listed keeps 16
     bits, or has the type of the general method (fp8).
     """
     layers = config.get("quantized_layers")

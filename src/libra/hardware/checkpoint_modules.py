@@ -1,7 +1,7 @@
-"""Modules of a checkpoint by the names of quantisation tools, and the shares of parameters that lists of names cover.
+"""Modules of a checkpoint under the names of quantisation tools, and shares of parameters that lists of names cover.
 
-Invariant: every matrix of every layer is one module, with all names that publishers use. One routed expert represents
-all routed experts of its layer.
+Invariant: every matrix of every layer is one module, with all names that publishers use for it. One routed expert
+represents all routed experts of its layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A matrix. `names` begin with `layers`."""
+    """A matrix of a layer. Its `names` begin with `layers`."""
 
     kind: MatrixKind
     names: tuple[str, ...]
@@ -70,7 +70,8 @@ def _mlp(
 
 
 def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
-    """Shares of each kind's parameters that match the patterns. Raises ValueError for an invalid regular expression."""
+    """Share of each kind's parameters that match the patterns. Raises `ValueError` for an invalid regular
+    expression."""
     matches = _matcher(patterns)
     named, total = dict.fromkeys(MATRIX_KINDS, 0), dict.fromkeys(MATRIX_KINDS, 0)
     for module in modules(model):
@@ -81,9 +82,9 @@ def shares(model: ModelSpec, patterns: list[str]) -> KeptShares:
 
 
 def _matcher(patterns: list[str]) -> Callable[[str], bool]:
-    """A function that tests whether `pattern` matches a module. A pattern is the module's name, a parent's name, or a
-    part of the path (`self_attn`); with `re:` it is a regular expression, with `*` a wildcard. The prefix before
-    `layers` is ignored.
+    """A function that tests whether a pattern matches the name of a module. A pattern is the module's name, a parent's
+    name, or a part of the path (`self_attn`). With `re:` it is a regular expression, and `*` is a wildcard. The prefix
+    before `layers` is ignored.
     """
     plain: set[str] = set()
     expressions: list[re.Pattern[str]] = []

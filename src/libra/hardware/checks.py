@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def require_at_least(minimum: int, **fields: int) -> None:
-    """Raise ValueError that names the first field below `minimum`."""
+    """Raise `ValueError` with the name of the first field below `minimum`."""
     for field, value in fields.items():
         if value < minimum:
             raise ValueError(f"{field} is {value}; set it to {minimum} or more")

@@ -1,7 +1,7 @@
 """Nodes and clusters of GPUs.
 
-Invariant: a cluster is checked at construction, so its users need not check units. Sizes are bytes, rates are bytes or
-FLOP per second.
+Invariant: a cluster is checked at construction, so its users need not check units. Sizes are in bytes, rates in bytes
+or FLOP per second.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from libra.hardware.gpu import GPU as GPU
 from libra.hardware.gpus import GPUS as GPUS
 from libra.hardware.gpus import nearest_gpu as nearest_gpu
 
-# Limits far beyond present networks. A value outside these limits was given in another unit.
-_INTRA = (8e9, 2e12)  # PCIe 3 with 8 lanes, to twice NVLink 5; bytes/s per GPU
-_PORTS = (1e9 / 8, 1.6e12 / 8)  # one 1 Gb/s port of a node, to a 1.6 Tb/s port for each of its GPUs; bytes/s
+# Limits far beyond present networks. A value outside them must be in another unit.
+_INTRA = (8e9, 2e12)  # bytes/s per GPU, from PCIe 3 with 8 lanes to twice NVLink 5
+_PORTS = (1e9 / 8, 1.6e12 / 8)  # bytes/s, from one 1 Gb/s port per node to one 1.6 Tb/s port per GPU
 
 
 def _require_name(name: str) -> None:
@@ -40,14 +40,14 @@ def _require_link(field: str, value: float, between: tuple[float, float], owner:
     )
 
 
-MOST_NODES = 100_000  # of one class
-MOST_GPUS = 1_024  # of one node: racks are built with 72
-MOST_COST = 1_000.0  # dollars for one GPU and hour: the price of a month or a year was given
+MOST_NODES = 100_000  # in one class
+MOST_GPUS = 1_024  # in one node; racks have 72
+MOST_COST = 1_000.0  # dollars per GPU and hour; a higher cost is that of a month or a year
 
 
 @dataclass(frozen=True, slots=True)
 class NodeClass:
-    """Identical nodes. Raises ValueError for an impossible count or bandwidth."""
+    """Identical nodes. Raises `ValueError` for an impossible count or bandwidth."""
 
     name: str
     count: int  # nodes
@@ -55,7 +55,7 @@ class NodeClass:
     gpu: GPU
     intra_bandwidth: float  # bytes/s per GPU inside a node, one direction
     inter_bandwidth: float  # bytes/s per node to other nodes, one direction
-    cost_per_hour: float | None = None  # dollars for one node; None: not known
+    cost_per_hour: float | None = None  # dollars per node; None: unknown
 
     def __post_init__(self) -> None:
         _require_name(self.name)
@@ -67,7 +67,7 @@ class NodeClass:
         if self.cost_per_hour is not None and not 0 < self.cost_per_hour <= MOST_COST * self.gpus:
             raise ValueError(
                 f"cost_per_hour is {self.cost_per_hour:g}; a node costs more than $0 and at most ${MOST_COST:g} an hour"
-                " for each of its GPUs"
+                " for each of its GPUs: check the number"
             )
         _require_link("intra_bandwidth", self.intra_bandwidth, _INTRA, "a GPU")
         ports = _PORTS[0], max(8, self.gpus) * _PORTS[1]
@@ -84,7 +84,7 @@ class NodeClass:
 
 
 class PoolTerms(Protocol):
-    """The terms on which a pool lends its GPUs; a room defines them."""
+    """The terms on which a pool lends its GPUs. Lending defines the class."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -94,7 +94,7 @@ class PoolTerms(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServingPool:
-    """GPUs that serve users. Raises ValueError if the engine size of the loan terms does not divide a node."""
+    """GPUs that serve users. Raises `ValueError` if the engine size in the loan terms does not divide a node."""
 
     nodes: NodeClass
     lends: Annotated[PoolTerms, OfRoom("loan terms")] | None = None  # None: the pool lends no GPU
@@ -113,8 +113,8 @@ class ServingPool:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All nodes for training and rollout, and the pools that serve users. Raises ValueError without a node for training
-    and rollout, and if two classes share a name.
+    """All nodes for training and rollout, and the pools that serve users. Raises `ValueError` without a node for
+    training and rollout, and if two classes have the same name.
     """
 
     nodes: tuple[NodeClass, ...]
@@ -130,24 +130,24 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Number of GPUs for training and rollout, without those that serve users."""
+        """Number of GPUs for training and rollout, without GPUs that serve users."""
         return sum(node.devices for node in self.nodes)
 
     @property
     def cost_per_hour(self) -> float | None:
-        """Dollars per hour for all nodes for training and rollout; None if the cost of a class is unknown."""
+        """Dollars per hour of all nodes for training and rollout; None if the cost of a class is unknown."""
         costs = [node.count * node.cost_per_hour for node in self.nodes if node.cost_per_hour is not None]
         return sum(costs) if len(costs) == len(self.nodes) else None
 
     def node_class(self, name: str) -> NodeClass:
-        """The class called `name`. Raises ValueError with the nearest known name."""
+        """The class called `name`. Raises `ValueError` with the nearest known name."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise ValueError(unknown("class of nodes", name, [node.name for node in self.nodes]))
 
     def serving_pool(self, name: str) -> ServingPool:
-        """The serving pool called `name`. Raises ValueError with the nearest known name."""
+        """The serving pool called `name`. Raises `ValueError` with the nearest known name."""
         for pool in self.serving:
             if pool.name == name:
                 return pool
@@ -155,8 +155,8 @@ class Cluster:
 
 
 def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
-    """The cluster with other numbers of nodes, by class or serving pool; 0 removes the class or pool. Raises
-    ValueError.
+    """The cluster with other numbers of nodes, by class or serving pool; 0 removes it. Raises `ValueError` for an
+    unknown name or a negative number.
     """
     serving = {pool.name for pool in cluster.serving}
     for name, count in counts.items():
@@ -178,8 +178,8 @@ def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
 
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """The cluster with as many nodes as `gpus` GPUs need. Raises ValueError if the GPUs are not whole nodes, or if the
-    cluster has several classes of nodes, so that the number is ambiguous.
+    """The cluster with the number of nodes that has `gpus` GPUs. Raises `ValueError` if the GPUs are not whole nodes,
+    or if the cluster has several classes of nodes.
     """
     if len(cluster.nodes) > 1:
         names = ", ".join(f"{node.name}={node.count}" for node in cluster.nodes)
@@ -193,9 +193,9 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def with_gpu(cluster: Cluster, gpu: GPU) -> Cluster:
-    """The cluster with another GPU in the same nodes, whose cost is then unknown. Links with the old GPU's speed get
-    the new GPU's speed; other links keep theirs if the new GPU supports it. Raises ValueError with several classes of
-    nodes.
+    """The cluster with another GPU in the same nodes, whose cost is then unknown. A link with the old GPU's speed gets
+    the new GPU's speed; another link keeps its speed, up to that of the new GPU. Raises `ValueError` if there are
+    several classes of nodes.
     """
     if len(cluster.nodes) > 1:
         names = ", ".join(node.name for node in cluster.nodes)

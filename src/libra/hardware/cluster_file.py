@@ -1,6 +1,6 @@
-"""The cluster file: classes of nodes, and pools that serve.
+"""The cluster file: classes of nodes, and pools that serve users.
 
-Invariant: a file describes a possible cluster, or is refused in one line that names the key and the remedy.
+Invariant: a file describes a possible cluster, or is refused in one line with the key and the remedy.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _node_class(path: Path, key: str, section: _NodeSection) -> NodeClass:
 
 
 def gpu_of(given: object, key: str) -> GPU:
-    """The GPU that a file names or describes at `key`. Raises ValueError that begins with the key."""
+    """The GPU that a file names or describes at `key`. Raises `ValueError` that begins with the key."""
     if isinstance(given, str):
         for name, gpu in GPUS.items():
             if name.casefold() == given.casefold():
@@ -130,15 +130,15 @@ def gpu_of(given: object, key: str) -> GPU:
         given, usual = getattr(described, field), getattr(known, field)
         if not (1 - _SAME) * usual <= given <= (1 + _SAME) * usual:
             raise ValueError(
-                f"{key}.{field}: {known.name} is known with {usual:,.4g}, and this has {given:,.4g}: leave the mapping"
-                " out, or choose another name"
+                f"{key}.{field}: {known.name} has {usual:,.4g}, but this has {given:,.4g}: leave the mapping out,"
+                " or choose another name"
             )
     return known
 
 
 def described_gpu(gpu: GPU) -> str | dict[str, str]:
-    """The value that `gpu_of` reads as this GPU: the name of a known GPU, otherwise a mapping. Raises ValueError for a
-    known name with other numbers.
+    """The value that `gpu_of` reads as this GPU: the name of a known GPU, otherwise a mapping. Raises `ValueError` for
+    a known name with other numbers.
     """
     if GPUS.get(gpu.name) == gpu:
         return gpu.name

@@ -1,6 +1,6 @@
 """The parts of a context that a layer attends to, stores and reads.
 
-Invariant: amounts are for one layer and one device. `number` is the size in bytes of a number in the engine's KV type.
+Invariant: amounts are for one layer and one device. `number` is the bytes of one number in the engine's KV type.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The keys that a token sees: all earlier keys, the last `tokens` keys, or the keys of its own chunk of `tokens`
-    tokens.
+    """The keys that a token attends to: all earlier keys, the last `tokens` keys, or the keys in its own chunk of
+    `tokens` tokens.
 
-    Tokens after the first chunk are assumed to see half of their chunk on average.
+    After the first chunk, a token is assumed to see half a chunk on average.
     """
 
-    tokens: int = 0  # 0: all
+    tokens: int = 0  # 0: all keys
     chunked: bool = False
 
     def __post_init__(self) -> None:
@@ -33,11 +33,12 @@ class Reach:
         return self.tokens / 2 if self.chunked else float(self.tokens)
 
     def seen(self, context: Array) -> Array:
-        """Keys that the next token sees after `context` tokens."""
+        """Number of keys that the next token sees after `context` tokens."""
         return np.where(context < self.tokens, context, self._far) if self.tokens else context
 
     def pairs(self, new: Array, prefix: Array) -> Array:
-        """Sum of the keys that `new` tokens see after `prefix` tokens; each token counts as half a key for itself."""
+        """Total number of keys that `new` tokens see after `prefix` tokens; each token counts as half a key for
+        itself."""
         if not self.tokens:
             every: Array = new * (prefix + new / 2)
             return every
@@ -46,8 +47,8 @@ class Reach:
         return limited
 
     def share(self, mean: float) -> float:
-        """Ratio of the keys that tokens see to the `mean` number of tokens before them, in sequences of 2 * `mean`
-        tokens.
+        """Ratio of all keys that tokens see to all tokens before them, in a sequence of 2 * `mean` tokens. There, a
+        token has `mean` tokens before it on average.
         """
         if not self.tokens or mean <= 0:
             return 1.0
@@ -62,35 +63,35 @@ ALL = Reach()
 class Retained:
     """Memory of one sequence: bytes per token within reach, and a state of constant size."""
 
-    numbers: float = 0.0  # of a token, in the type of KV
-    plain: float = 0.0  # bytes of a token whose type the engine does not choose
+    numbers: float = 0.0  # per token, in the KV type
+    plain: float = 0.0  # bytes per token of a type that the engine does not choose
     reach: Reach = ALL
-    state: float = 0.0  # bytes, at any length
-    least: float = 0.0  # bytes of a token's numbers, however narrow the type of KV
+    state: float = 0.0  # bytes, independent of the length
+    least: float = 0.0  # fewest bytes of a token's numbers, in any KV type
 
     def token_bytes(self, number: float) -> float:
         """Bytes of a token within reach."""
         return max(self.numbers * number, self.least) + self.plain
 
     def bytes(self, context: float, number: float) -> float:
-        """Bytes of a sequence of `context` tokens. Not counted are blocks of a window that a running prefill still
-        needs, for up to `max_num_batched_tokens` tokens of one sequence.
+        """Bytes of a sequence of `context` tokens. This excludes blocks of a window that a running prefill still needs,
+        for up to `max_num_batched_tokens` tokens of one sequence.
         """
         tokens = min(context, self.reach.tokens) if self.reach.tokens else context
         return tokens * self.token_bytes(number) + self.state
 
     @property
     def grows(self) -> bool:
-        """Whether every token adds the same bytes, at any length."""
+        """Whether every token adds the same number of bytes, at any length."""
         return not self.reach.tokens and not self.state
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Keys and values that attention reads for one token."""
+    """Keys and values that attention reads for one token, and its FLOPs."""
 
-    numbers: float  # of a key with its value, in the type of KV
-    flops: float  # for each key of a decoding sequence
-    pair_flops: float  # for each pair of a token and a key in a prefill
+    numbers: float  # per key with its value, in the KV type
+    flops: float  # per key of a decoding sequence
+    pair_flops: float  # per pair of a token and a key in a prefill
     reach: Reach = ALL
-    plain: float = 0.0  # bytes of a key whose type the engine does not choose
+    plain: float = 0.0  # bytes per key of a type that the engine does not choose

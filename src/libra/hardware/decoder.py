@@ -1,4 +1,4 @@
-"""Models with the same attention in all layers, and gated MLPs or experts: most models before 2025."""
+"""Models with the same attention in all layers, and gated MLPs or experts, as most models before 2025."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decoder(
     stored: WeightFormat | None = None,
 ) -> ModelSpec:
     """A model of `layers` layers. The last `sparse` layers (by default all) have `experts`; the other layers have an
-    MLP of width `intermediate`. `latent` replaces the attention of `heads`. Raises ValueError if the shape is
+    MLP of width `intermediate`. `latent` replaces the attention with `heads` heads. Raises `ValueError` if the shape is
     impossible.
     """
     attention = Attention(heads, kv_heads, head_dim, qkv_bias=qkv_bias, qk_norm="head" if qk_norm else "none")

@@ -1,15 +1,15 @@
 """Records of known GPUs, and of GPUs that a file describes.
 
 Invariant: each number has a source. To add a GPU, add its record here; no other module names GPUs. Speeds are without
-sparsity, which doubles the figures in data sheets. Memory is the driver's figure: the data sheet's gigabytes minus the
-memory of error correction and the driver. `visible` is PyTorch's figure in public logs of vLLM; for H200 it is an
-estimate from PyTorch's messages.
+sparsity, which doubles the figures in data sheets. Memory is the figure of the driver, which is less than the data
+sheet's gigabytes by the memory for error correction and the driver. `visible` is PyTorch's figure in public logs of
+vLLM, for H200 an estimate from PyTorch's messages.
 
-The measured kernel rates are fits of the model in `libra.cost.sources.layer_kernels` to the kernel times of vLLM that
-aiconfigurator-core 0.12 ships (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of
-Qwen3-8B/14B/32B at tp 1 to 8, with mean errors by kind of kernel: linear layers 7 to 9 %, decode attention 5 to 7 %,
-prefill attention 5 to 7 %. Grouped products are read off Qwen3-30B-A3B, L40S off Qwen3-14B. Fixed times of all-reduces
-are those of vLLM's own kernel.
+The measured kernel rates are fits of the model in `libra.cost.sources.layer_kernels` to the kernel times of vLLM in
+aiconfigurator-core 0.12 (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S). The fits are over
+layers of Qwen3-8B/14B/32B at tp 1 to 8. Their mean errors are 7 to 9 % for linear layers, 5 to 7 % for decode
+attention, and 5 to 7 % for prefill attention. Rates of grouped products are from Qwen3-30B-A3B, those of L40S from
+Qwen3-14B. Fixed times of all-reduces are those of vLLM's own kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.hardware.gpu_record import Architecture, GPURecord, KernelRates, Tabl
 from libra.hardware.stored_weights import Product
 
 _MIB, _GIB = 2.0**20, 2.0**30
-_LEAST_REPORTED = 0.93  # of the memory in a GPU's name: the driver keeps some, error correction of GDDR6 a sixteenth
+_LEAST_REPORTED = 0.93  # of the memory in a GPU's name; GDDR6 error correction takes a sixteenth, and the driver some
 
 # Data sheets
 
@@ -173,35 +173,37 @@ _MI355X = GPU(
     source="AMD MI355X data sheet (2025): 288 GB HBM3E, 8 TB/s, 2.5 PFLOP/s bf16, seven links of 153.6 GB/s",
 )
 
-# Shares that were measured
+# Measured shares
 
 # Bus bandwidth of all-reduce among eight GPUs, as a share of one direction of NVLink (nccl-tests): A100 186 of 300
-# GB/s, A800 142-155 of 200, H100 370 of 450. A GPU without a figure has the lowest of these.
+# GB/s, A800 142-155 of 200, H100 370 of 450. A GPU without a figure gets the lowest share.
 _BUS_A100, _BUS_A800, _BUS_H100 = 0.62, 0.74, 0.82
 _BUS_OTHERS = _BUS_A100
 
-# Model FLOPs utilisation published for bf16 training of dense models of 1-405 B parameters, whole steps: A100-80G 64.2
-# % (7B, 2K tokens; 59.6 % 13B, 55.3 % 30B), MosaicML LLM Foundry, scripts/train/benchmarking; H100 46.4 % there (7B),
-# 47-48 % in Megatron-LM's README (largest of 2-462B); GB200 46 % (Llama-3.1-405B, 128 GPUs, 9.347 s a step, NVIDIA's
-# dgxc-benchmarking, llama3.1/README.md). Single GEMMs reach 70 %. Another GPU has the lower of A100's and H100's.
+# Model FLOPs utilisation published for bf16 training of dense models with 1-405 B parameters, over whole steps.
+# A100-80G: 64.2 % (7B, 2K tokens; 59.6 % 13B, 55.3 % 30B), MosaicML LLM Foundry, scripts/train/benchmarking. H100: 46.4
+# % in the same source (7B), 47-48 % in Megatron-LM's README (largest of 2-462B). GB200: 46 % (Llama-3.1-405B, 128 GPUs,
+# 9.347 s a step, NVIDIA's dgxc-benchmarking, llama3.1/README.md). Single GEMMs reach 70 %. Any other GPU gets the lower
+# share of A100 and H100.
 #
-# Earlier versions of dgxc-benchmarking have more on H100, by steps in bf16 of sequences of one length: 57.8 % (15B, 64
+# Earlier versions of dgxc-benchmarking have more runs on H100, in bf16 with sequences of one length: 57.8 % (15B, 64
 # GPUs, 256 sequences of 4,096 tokens in 2.693 s) and 50.5 % (340B, 256 GPUs, 64 of 4,096 in 4.31 s) for Nemotron-4,
-# 51.2 % (128 GPUs, 256 of 8,192 in 15.57 s) for Llama-3 70B with MaxText. They count attention without the causal mask;
-# as counted here they are 54.9, 49.5 and 47.7 %. (Still older figures there, up to 65 %, counted an eighth more FLOPs
-# for a token.) H100 keeps 47 %, as Llama: with 49 % a published 8B run would be priced 18 % too fast instead of 13. The
-# two of Nemotron, whose MLPs are wide and have no gate, are priced too slow (`python -m benchmarks.public`).
+# 51.2 % (128 GPUs, 256 of 8,192 in 15.57 s) for Llama-3 70B with MaxText. These figures count attention without the
+# causal mask; with the mask they are 54.9, 49.5 and 47.7 %. (Still older figures in that source, up to 65 %, count an
+# eighth more FLOPs per token.) H100 keeps 47 %, as for Llama: with 49 % a published 8B run would be priced 18 % too
+# fast instead of 13 %. The two Nemotron runs, whose MLPs are wide and ungated, are priced too slow (`python -m
+# benchmarks.public`).
 #
-# The same in FP8 with a scale for each tensor, the highest published: H100 888 TFLOP/s (GPT-3 175B, performance page of
-# NeMo 24.12), B200 1,676, GB200 2,144, GB300 2,646 (Llama-3.1-405B, Megatron Bridge,
-# docs/performance-summary-archive.md, 25.09 to 26.06). Another GPU has B200's share, the lowest. GB300 has no such run
-# in bf16: in FP8 it trains 405B 1.23 times as fast as GB200 (1.19 to 1.25 in six releases; it may draw 1,400 W instead
-# of 1,200), and it is taken to do so in bf16.
+# The same in FP8 with a scale for each tensor, the highest published figure of each GPU: H100 888 TFLOP/s (GPT-3 175B,
+# performance page of NeMo 24.12), B200 1,676, GB200 2,144, GB300 2,646 (Llama-3.1-405B, Megatron Bridge,
+# docs/performance-summary-archive.md, 25.09 to 26.06). Any other GPU gets B200's share, the lowest. GB300 has no such
+# run in bf16. In FP8 it trains 405B 1.23 times as fast as GB200 (1.19 to 1.25 in six releases; it may draw 1,400 W
+# instead of 1,200), and the same ratio is assumed in bf16.
 #
 # FlashAttention-2, causal, head dimension 128, forward and backward: about 170 TFLOP/s on A100 (Dao 2023, arXiv
-# 2307.08691, fig. 4), 335 on H100 (fig. 7), which a GPU without a figure gets. Hopper has FlashAttention-3, measured on
-# an H100 with 570 to 610 TFLOP/s. LLM Foundry's runs of 32K tokens and more, with FlashAttention-1, are slower than
-# these give.
+# 2307.08691, fig. 4), 335 on H100 (fig. 7), whose share a GPU without a figure gets. Hopper has FlashAttention-3,
+# measured on an H100 at 570 to 610 TFLOP/s. LLM Foundry's runs with 32K tokens and more use FlashAttention-1, and are
+# slower than predicted with these shares.
 _LEAST_FP8 = 1676 / 4500
 _AMPERE_TRAINING = TrainingShares(ceiling=0.64, attention=170 / 312, published=True)
 _HOPPER_TRAINING = TrainingShares(ceiling=0.47, attention=0.60, published=True, fp8=888 / 1979)
@@ -274,8 +276,8 @@ _L40S_KERNELS = replace(
 
 
 def _unmeasured(gpu: GPU) -> KernelRates:
-    """Rates of a GPU without measurements: the data sheet's rates times the average share that H100 and H200 reach of
-    theirs, with the fixed times of H100.
+    """Rates of a GPU without measurements: its peak rates times the average share of their peak rates that H100 and
+    H200 reach, with the fixed times of H100.
     """
     return replace(
         _H100_KERNELS,
@@ -288,7 +290,7 @@ def _unmeasured(gpu: GPU) -> KernelRates:
     )
 
 
-# Speed of dense products over that in bf16, by data sheets. B300 and GB300 hardly multiply int8.
+# Speed of dense products relative to bf16, by data sheets. B300 and GB300 hardly multiply int8.
 _AMPERE: Mapping[Product, float] = {"int8": 2.0}
 _EIGHT: Mapping[Product, float] = {"fp8": 2.0, "int8": 2.0}
 _BLACKWELL: Mapping[Product, float] = {"fp8": 2.0, "int8": 2.0, "fp4": 4.0}
@@ -302,7 +304,7 @@ def _roofline(
     tables: TableSystem | None = None,
     training: TrainingShares | None = None,
 ) -> GPURecord:
-    """Record of a GPU without measured kernel rates; it may have kernel tables."""
+    """Record of a GPU without measured kernel rates. It may have kernel tables."""
     training = training or (_OTHER_HOPPER_TRAINING if architecture == "hopper" else _OTHER_TRAINING)
     training = training if "fp8" in faster else replace(training, fp8=None)
     return GPURecord(gpu, architecture, faster, _unmeasured(gpu), _BUS_OTHERS, training, tables)
@@ -342,19 +344,20 @@ GPUS: Mapping[str, GPU] = {name: record.gpu for name, record in RECORDS.items()}
 
 
 def record_of(gpu: GPU) -> GPURecord:
-    """The record of a GPU. A GPU described in a file gets the shares of H100 and H200, and multiplies only in bf16."""
+    """The record of a GPU. A GPU that a file describes gets the shares of H100 and H200, and multiplies only in
+    bf16."""
     known = RECORDS.get(gpu.name)
     return _roofline(gpu, "ada", {}) if known is None else known
 
 
 _FORM = re.compile(
     r"nvidia|geforce|amd|instinct|tesla|gpu|sxm\d?|hgx|dgx"
-)  # words that name no other GPU than the one without them
+)  # words of a name that do not distinguish two GPUs
 _MEMORY = re.compile(r"(\d+)\s*gi?b\b")
 
 
 def nearest_gpu(given: str) -> str | None:
-    """The known GPU for another spelling `given` of its name; never a GPU with other memory, link or chip.
+    """The known GPU for another spelling of its name; never a GPU with other memory, link or chip.
 
     >>> [nearest_gpu(name) for name in ("NVIDIA H100 SXM5 80GB", "h-200", "H100 PCIe", "A30", "H200 80GB")]
     ['H100', 'H200', None, None, None]

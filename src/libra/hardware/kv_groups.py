@@ -1,6 +1,6 @@
-"""KV cache groups: layers of a model that share a block table, as in vLLM's `KVCacheGroupSpec`.
+"""KV cache groups: layers of a model with a common block table, as in vLLM's `KVCacheGroupSpec`.
 
-Invariant: all groups of an engine take their blocks from one pool, so a block has the same bytes in each of them.
+Invariant: all groups of an engine allocate blocks from one pool, so a block has the same bytes in each group.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ KVGroupKind = Literal["full", "window", "chunk", "state"]
 class KVGroup:
     """Layers with the same kind of cache.
 
-    The layers read the whole context (`full`), its last `tokens` tokens (`window`), its part in the current chunk of
-    `tokens` tokens (`chunk`), or a state that represents the context (`state`). A block holds `block_size` tokens of
-    every layer of the group. A block of a state group holds one state: with prefix caching, the state after the block's
-    last token.
+    `kind` tells what the layers read: `full`, the whole context; `window`, the last `tokens` tokens; `chunk`, the
+    tokens of the current chunk of `tokens` tokens; `state`, a state that represents the context. A block has
+    `block_size` tokens of every layer of the group. A block of a state group has one state: with prefix caching, the
+    state after the block's last token.
     """
 
     kind: KVGroupKind = "full"
@@ -38,5 +38,5 @@ class KVGroup:
         elif self.kind == "chunk" and self.tokens % self.block_size:
             raise ValueError(
                 f"kv_groups: tokens of chunk is {self.tokens}, which is not a multiple of its block_size"
-                f" {self.block_size}; make it one"
+                f" {self.block_size}; set it to a multiple"
             )

@@ -1,7 +1,7 @@
-"""KV cache groups of a model's layers, formed as by vLLM's `get_kv_cache_groups` and `get_kv_cache_configs`.
+"""KV cache groups of a model's layers, computed as in vLLM's `get_kv_cache_groups` and `get_kv_cache_configs`.
 
 Invariant: a block has room for one page of each layer of the largest group, and all pages have the same bytes. Smaller
-pages hold more tokens, or are padded.
+pages get more tokens, or padding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from libra.hardware.kv_groups import KVGroup, KVGroupKind
 
-_PADDED = 1.5  # vLLM's: kinds whose numbers of layers differ by less are padded to the larger
+_PADDED = 1.5  # vLLM's limit: kinds whose numbers of layers differ by a smaller factor are padded to the larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class KVLayer:
     """Memory of one layer for a context, on one GPU."""
 
     kind: KVGroupKind
-    token_bytes: int = 0  # of a token's KV
-    state_bytes: int = 0  # of a state instead
+    token_bytes: int = 0  # of the KV of a token
+    state_bytes: int = 0  # of a state, if the layer has a state instead of KV
     tokens: int = 0  # of a window or a chunk
-    heads: int = 1  # layers with other heads are other layers, even with as many bytes
-    latent: bool = False  # its pages cannot be padded
+    heads: int = 1  # distinguishes layers with other heads, even if they have as many bytes
+    latent: bool = False  # whether its pages cannot be padded
 
     def page(self, block_size: int) -> int:
         """Bytes of a block of `block_size` tokens."""
@@ -45,9 +45,10 @@ class GroupedLayers:
 
 
 def group_layers(layers: Sequence[KVLayer], block_size: int) -> GroupedLayers:
-    """Groups of a model. Blocks of attention layers have `block_size` tokens, or more if a page must hold a state.
+    """Form the groups of a model. Blocks of attention layers have `block_size` tokens, or more if a page must fit a
+    state.
 
-    Raises ValueError for a model without layers, and for pages that cannot be made equal.
+    Raises `ValueError` for a model without layers, and if pages cannot have equal bytes.
     """
     if not layers:
         raise ValueError("the model has no layers: give one or more")
@@ -72,7 +73,7 @@ def group_layers(layers: Sequence[KVLayer], block_size: int) -> GroupedLayers:
 
 
 def _aligned(layers: Sequence[KVLayer], block_size: int) -> int:
-    """Tokens of an attention layer's block whose page is at least as large as a state."""
+    """Tokens in a block of attention layers whose page is at least as large as a state."""
     state = max((it.state_bytes for it in layers), default=0)
     token = next((it.token_bytes for it in layers if it.kind != "state"), 0)
     if not state or not token:
@@ -87,7 +88,7 @@ def _group(layer: KVLayer, block_size: int, page: int) -> KVGroup:
         block_size *= page // own
     elif layer.latent and own != page:
         raise ValueError(
-            f"a page of a latent layer has {own} bytes, that of other layers {page}: they cannot be made equal; "
+            f"a page of a latent layer has {own} bytes, but that of other layers {page}, so they cannot be made equal; "
             f"give a block_size for which one size divides the other"
         )
     return KVGroup(layer.kind, block_size, layer.tokens)

@@ -1,4 +1,4 @@
-"""Attention over one compressed vector per token for all heads: latent attention, and DeepSeek-V4's attention.
+"""Attention with one compressed vector per token for all heads: latent attention, and DeepSeek-V4's attention.
 
 The invariant of `libra.hardware.attention` holds.
 """
@@ -13,7 +13,7 @@ from libra.hardware.checks import require_at_least
 from libra.hardware.context import Array, Reach, Read, Retained
 from libra.hardware.matrix import Matrix, heads_refusal
 
-_PACKED = 64 + 8  # bytes of DeepSeek-V4's vector of 8-bit numbers besides these: 64 positions have 16 bits, and scales
+_PACKED = 64 + 8  # bytes of DeepSeek-V4's packed vector beyond one byte per number: 64 numbers have 16 bits, and scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class LatentAttention:
     q_rank: int  # 0: queries are not compressed
     kv_rank: int
     nope_dim: int  # per head, without position
-    rope_dim: int  # per head, with position; one key of it is shared by all heads
+    rope_dim: int  # per head, with position; all heads share one such key
     value_dim: int  # per head
     indexer: Indexer | None = None
-    topk: int = 0  # keys that an earlier layer's indexer chose; 0: all, or those of the own indexer
-    gated: bool = False  # an output gate of the width of the values
-    bias: bool = False  # of the projections from and to the hidden width
+    topk: int = 0  # keys that an earlier layer's indexer chose; 0: all keys, or the own indexer chooses
+    gated: bool = False  # whether there is an output gate as wide as the values
+    bias: bool = False  # whether the projections from and to the hidden width have biases
     kind: Literal["latent"] = "latent"
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class LatentAttention:
         return self.q_rank + self.kv_rank + (hidden if self.bias else 0) + (self.indexer.vectors if self.indexer else 0)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """Every device keeps the latent vector, since it serves all heads. If an indexer chooses keys, 8-bit KV has
-        16-bit positions, and a scale for each 128 other numbers (FlashMLA's `fp8_ds_mla`).
+        """Every device keeps the latent vector, since all heads use it. If an indexer chooses keys, 8-bit KV has 16-bit
+        positions, and a scale per 128 other numbers (FlashMLA's `fp8_ds_mla`).
         """
         packed = self.kv_rank + 4 * self.kv_rank / 128 + 2 * self.rope_dim
         own = Retained(self.kv_rank + self.rope_dim, least=packed if self._chosen else 0.0)
@@ -73,9 +73,7 @@ class LatentAttention:
         return self.indexer.topk if self.indexer else self.topk
 
     def reads(self, tp: int = 1) -> tuple[Read, ...]:
-        """Reads of absorbed attention when decoding (DeepSeek-V2, section 2.1), and in a prefill if an indexer chooses
-        keys.
-        """
+        """Reads of absorbed attention in decode (DeepSeek-V2, section 2.1), and with an indexer also in prefill."""
         numbers = self.kv_rank + self.rope_dim
         absorbed = 2 * self.heads / tp * (2 * self.kv_rank + self.rope_dim)
         if self._chosen:
@@ -86,7 +84,7 @@ class LatentAttention:
     def products(self, hidden: int, tp: int) -> Products:
         heads = self.heads / tp
         queries = heads * (self.nope_dim + self.rope_dim)
-        compressed: float = self.kv_rank + self.rope_dim  # on every device, like the compressed queries
+        compressed: float = self.kv_rank + self.rope_dim  # computed on every device, like compressed queries
         if self.gated:
             compressed += heads * self.value_dim
         if self.indexer:
@@ -98,7 +96,7 @@ class LatentAttention:
         return ((hidden, self.q_rank + compressed), (self.q_rank, queries + indexed), out)
 
     def decompressed(self, tp: int) -> tuple[float, float] | None:
-        """The product that computes keys and values from a compressed vector."""
+        """(inputs, outputs) of the product that computes keys and values from a compressed vector."""
         return (self.kv_rank, self.heads / tp * (self.nope_dim + self.value_dim))
 
     @property
@@ -125,19 +123,19 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class CompressedAttention:
-    """DeepSeek-V4's attention: a window of vectors, and one vector for every `ratio` tokens before it.
+    """DeepSeek-V4's attention: a window of vectors, and one vector per `ratio` tokens before it.
 
-    A vector is both key and value of all heads. Sources: Transformers' `DeepseekV4Attention`, vLLM's
+    A vector is both key and value for all heads. Sources: Transformers' `DeepseekV4Attention`, and vLLM's
     `models/deepseek_v4`.
     """
 
     heads: int
     head_dim: int
     q_rank: int
-    out_rank: int  # of the output projection, for each of its groups
+    out_rank: int  # of the output projection, per group
     out_groups: int
     window: int
-    ratio: int = 0  # tokens of one compressed vector; 0: there are none
+    ratio: int = 0  # tokens per compressed vector; 0: there are no compressed vectors
     indexer: Indexer | None = None  # chooses among the compressed vectors, which then overlap
     kind: Literal["compressed"] = "compressed"
 
@@ -179,8 +177,8 @@ class CompressedAttention:
         return found
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """The window and the compressed vectors. The compressor's buffer of uncompressed tokens, at most twice its
-        ratio, is not counted.
+        """The window and the compressed vectors. This excludes the compressor's buffer of uncompressed tokens, which
+        has at most twice `ratio` tokens.
         """
         packed = self.head_dim + _PACKED
         found = [Retained(self.head_dim, reach=Reach(self.window), least=packed)]

@@ -35,10 +35,10 @@ class LayerParameters:
     """Parameters of one layer, or of several, on one device."""
 
     mixer: float = 0.0
-    dense: float = 0.0  # MLPs that every token takes
-    shared: float = 0.0  # experts that every token takes
-    routed: float = 0.0
-    plain: float = 0.0  # norms, routers and all else that no quantisation narrows
+    dense: float = 0.0  # MLPs that all tokens pass
+    shared: float = 0.0  # experts that all tokens pass
+    routed: float = 0.0  # routed experts
+    plain: float = 0.0  # norms, routers and everything else that is never quantised
 
     @property
     def total(self) -> float:
@@ -61,12 +61,12 @@ class LayerParameters:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """One kind of layer."""
+    """One kind of layer: its mixer, its MLP, and other parameters."""
 
     mixer: Annotated[Mixer, _BY_KIND] | None
     mlp: Annotated[MLP | Experts, _BY_KIND] | None
-    norms: int = 2  # of the hidden width
-    other: int = 0  # parameters besides, which every device has
+    norms: int = 2  # number of norms, each as wide as the hidden state
+    other: int = 0  # further parameters, which every device has
 
     def __post_init__(self) -> None:
         require_at_least(0, norms=self.norms, other=self.other)
@@ -87,18 +87,17 @@ class LayerKind:
         return (self.mixer is not None) + (self.mlp is not None)
 
     def mixer_parameters(self, hidden: int, tp: int = 1) -> float:
-        """Parameters of the mixer on one of `tp` devices. Heads are divided; parameters shared by all heads are
-        repeated. KV heads are repeated if there are more devices than heads (Megatron-LM and vLLM), and so are the
-        down-projections of latent attention.
+        """Parameters of the mixer on one of `tp` devices. Heads are divided, and parameters that all heads share are
+        repeated. With more devices than KV heads, KV heads are repeated (Megatron-LM and vLLM). The down-projections of
+        latent attention are always repeated.
         """
         if self.mixer is None:
             return 0.0
         return parameters(self.mixer.matrices(hidden), tp) + self.mixer.vectors(hidden, tp)
 
     def parameters(self, hidden: int, tp: int = 1, ep: int = 1) -> LayerParameters:
-        """Parameters on one device if `tp` devices divide the layer, and `ep` replicas of the layer divide the
-        experts.
-        """
+        """Parameters on one device, if `tp` devices divide the layer and `ep` replicas of the layer divide its
+        experts."""
         plain = float(self.norms * hidden + self.other)
         mixer, experts = self.mixer_parameters(hidden, tp), self.experts
         if experts is None:
@@ -115,10 +114,11 @@ class LayerKind:
         return () if self.mixer is None else self.mixer.kept(tp)
 
     def kv_bytes(self, context: float, number: float, tp: int = 1) -> float:
-        """Bytes of a sequence of `context` tokens on one of `tp` devices, with `number` bytes for each number of KV."""
+        """Bytes of a sequence of `context` tokens on one of `tp` devices. One number of KV takes `number` bytes."""
         return sum(part.bytes(context, number) for part in self.kept(tp))
 
     def key_flops(self, mean: float) -> float:
-        """FLOPs of a forward pass per key. Each token has `mean` keys on average, including keys beyond its reach."""
+        """FLOPs of a forward pass per key. `mean` is the mean number of a token's keys, including keys beyond its
+        reach."""
         reads = () if self.mixer is None else self.mixer.reads()
         return sum(it.pair_flops * (1.0 if it.reach == ALL else it.reach.share(mean)) for it in reads)

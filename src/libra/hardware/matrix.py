@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix. `name` is the name of its module under the layer, as in Hugging Face checkpoints."""
+    """One matrix. `name` is that of its module within the layer, as in Hugging Face checkpoints."""
 
     name: str
     inputs: int
     outputs: int
-    shards: int = 0  # most devices that divide it, others repeat a part; 0: any number does
-    bias: bool = False  # of the outputs, divided like them
+    shards: int = 0  # most devices that can divide it; further devices repeat a part. 0: any number of devices can
+    bias: bool = False  # of the outputs, and divided like them
 
     @property
     def size(self) -> int:

@@ -1,6 +1,6 @@
 """MLPs of a layer: a dense MLP, and a mixture of experts.
 
-Invariant: an MLP's shape is possible, and its parameters equal those of the checkpoint, without the bias on expert
+Invariant: an MLP has a possible shape, and as many parameters as in the checkpoint. This excludes the bias on expert
 scores, which no gradient trains.
 """
 
@@ -14,7 +14,7 @@ from libra.hardware.checks import require_at_least
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """A dense MLP of two matrices, or three if the product is gated."""
+    """A dense MLP of two matrices, or of three if it is gated."""
 
     intermediate: int
     gated: bool = True
@@ -35,21 +35,21 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts: each token goes to `active` of `count` experts."""
+    """Mixture of experts. Each token goes to `active` of the `count` routed experts."""
 
     count: int
     active: int
     intermediate: int  # width of one expert
-    shared_intermediate: int = 0  # width of the experts that every token takes; 0 where there are none
-    groups: int = 1  # equal parts of the experts
-    active_groups: int = 1  # groups that have all experts of one token
+    shared_intermediate: int = 0  # width of the experts that all tokens pass; 0: there are none
+    groups: int = 1  # into which the experts are divided equally
+    active_groups: int = 1  # groups from which a token's experts are chosen
     gated: bool = True
-    latent: int = 0  # width to which tokens are projected for routed experts; 0: the model's own
+    latent: int = 0  # width to which tokens are projected for routed experts; 0: no projection
     bias: bool = False  # of each routed expert
     router_bias: bool = False
-    shared_gate: bool = False  # a learned weight of the shared experts
-    beside: bool = False  # checkpoints call the shared ones the MLP of the layer, and keep routed ones beside it
-    other: int = 0  # parameters of a layer besides: norms and scales; every device has them
+    shared_gate: bool = False  # whether a learned gate weights the shared experts
+    beside: bool = False  # whether checkpoints name the shared experts as the layer's MLP, and routed ones separately
+    other: int = 0  # further parameters per layer, such as norms and scales, which every device has
     kind: Literal["experts"] = "experts"
 
     def __post_init__(self) -> None:
@@ -68,11 +68,11 @@ class Experts:
 
     @property
     def matrices(self) -> int:
-        """Matrices of one expert."""
+        """Number of matrices of one expert."""
         return _inner(self.gated) + 1
 
     def width(self, hidden: int) -> int:
-        """Width of the input of routed experts."""
+        """Width of the input of a routed expert."""
         return self.latent or hidden
 
     def of_one(self, hidden: int) -> int:
@@ -82,7 +82,7 @@ class Experts:
         return self.matrices * width * self.intermediate + bias
 
     def of_shared(self, hidden: int) -> int:
-        """Parameters that every token passes: shared experts, and the projections around routed experts."""
+        """Parameters that all tokens pass: shared experts, and the projections around routed experts."""
         return self.matrices * hidden * self.shared_intermediate + 2 * hidden * self.latent
 
     def of_router(self, hidden: int) -> int:
@@ -100,5 +100,5 @@ class Experts:
 
 
 def _inner(gated: bool) -> int:
-    """Number of matrices that increase a token's width."""
+    """Number of matrices whose input has the hidden width."""
     return 2 if gated else 1

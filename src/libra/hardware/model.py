@@ -1,7 +1,7 @@
-"""Shape of a language model; parameters, FLOPs and KV bytes follow from its layers.
+"""Shape of a language model. Parameters, FLOPs and KV bytes follow from its layers.
 
-Invariant: a `ModelSpec` is complete and possible, and its parameter counts equal those of the checkpoint. `model_file`
-reads shapes; `decoder` makes shapes with the same attention in all layers.
+Invariant: a `ModelSpec` is complete and possible, and has as many parameters as the checkpoint. `model_file` reads
+shapes; `decoder` makes shapes with the same attention in all layers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from libra.hardware.stored_weights import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only language model: kinds of layers, and the kind of each layer in order.
+    """A decoder-only language model: the kinds of its layers, and the kind of each layer in order.
 
-    Raises ValueError for an impossible shape. It excludes layers that predict further tokens (DeepSeek-V3's MTP
-    module), which policy-gradient training does not run, and the bias on expert scores, which no gradient trains.
+    Raises `ValueError` for an impossible shape. A `ModelSpec` excludes the layers that predict further tokens
+    (DeepSeek-V3's MTP module), since policy-gradient training does not run them. It also excludes the bias on expert
+    scores, which no gradient trains.
     """
 
     name: str
     hidden: int
     vocab: int
-    tied: bool  # input and output embeddings are one matrix
+    tied: bool  # whether input and output embeddings are one matrix
     max_context: int  # tokens
     kinds: tuple[LayerKind, ...]
-    order: tuple[int, ...]  # index in `kinds` of each layer
-    tower: int = 0  # parameters of towers for pictures and sound, and of their projectors: in memory, never trained
-    other: int = 0  # parameters besides layers, embeddings, the last norm and towers
-    stored: WeightFormat | None = None  # of the checkpoint; None: 16 bits
+    order: tuple[int, ...]  # for each layer, the index of its kind in `kinds`
+    tower: int = 0  # parameters of towers for images and sound, and of their projectors; never trained
+    other: int = 0  # parameters outside layers, embeddings, the last norm and towers
+    stored: WeightFormat | None = None  # format of the checkpoint's weights; None: 16 bits
 
     def __post_init__(self) -> None:
         require_at_least(1, layers=len(self.order), hidden=self.hidden, vocab=self.vocab, max_context=self.max_context)
@@ -46,7 +47,7 @@ class ModelSpec:
                 f"order must use each of the {len(self.kinds)} kinds of the model, and no others: correct it"
             )
         if len({kind.experts for kind in self.kinds if kind.experts}) > 1:
-            raise ValueError("layers have experts of different shapes, and only one shape is supported")
+            raise ValueError("layers have experts of different shapes, but only one shape is supported")
 
     # Layers
 
@@ -56,7 +57,7 @@ class ModelSpec:
 
     @property
     def counted(self) -> tuple[tuple[LayerKind, int], ...]:
-        """Every kind, with its number of layers."""
+        """Every kind, with the number of its layers."""
         return tuple((kind, self.order.count(index)) for index, kind in enumerate(self.kinds))
 
     def count(self, chosen: Callable[[LayerKind], bool]) -> int:
@@ -64,8 +65,8 @@ class ModelSpec:
         return sum(count for kind, count in self.counted if chosen(kind))
 
     def stage(self, pp: int, weight: Callable[[LayerKind], float] | None = None) -> tuple[tuple[LayerKind, int], ...]:
-        """Kinds of the heaviest ceil(layers / pp) consecutive layers, with the number of layers of each. The weight is
-        by default the number of parameters. All pipeline stages are assumed to have this depth.
+        """Kinds of the heaviest ceil(layers / pp) consecutive layers, with the number of layers of each. The default
+        weight of a layer is its number of parameters. All pipeline stages are assumed to have this depth.
         """
         deep = -(-self.layers // pp)
         if len(self.kinds) == 1:
@@ -78,7 +79,7 @@ class ModelSpec:
 
     @property
     def experts(self) -> Experts | None:
-        """The experts, equal in all layers that have experts; None: every MLP is dense."""
+        """The experts, which are equal in all layers with experts; None if every MLP is dense."""
         return next((kind.experts for kind in self.kinds if kind.experts), None)
 
     @property
@@ -103,8 +104,8 @@ class ModelSpec:
 
     @property
     def plain_attention(self) -> Attention | None:
-        """The attention of all layers, if it is plain; None otherwise. Plain attention is equal in all layers and sees
-        every key. It has only projections, biases of queries, keys and values, and norms of a head's width.
+        """The attention of all layers if it is plain, otherwise None. Plain attention is equal in all layers and sees
+        every key. It has only projections, biases of queries, keys and values, and norms as wide as a head.
         """
         mixers = {kind.mixer for kind in self.kinds}
         first = next(iter(mixers))
@@ -143,28 +144,28 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses, both embeddings included, as model cards count them."""
+        """Parameters that one token uses, including both embeddings, as model cards count them."""
         idle = self.experts.count - self.experts.active if self.experts else 0
         return self.trained_parameters - self.sparse_layers * idle * self.expert_parameters
 
     def tp_refusal(self, tp: int) -> str | None:
         """Reason why the model cannot be divided over `tp` devices; None if it can."""
         if tp < 1:
-            return f"tp is {tp}; it is 1 or more"
+            return f"tp is {tp}; set it to 1 or more"
         return next((why for kind in self.kinds if kind.mixer and (why := kind.mixer.tp_refusal(tp))), None)
 
     def device_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> LayerParameters:
         """Parameters on one device of the heaviest pipeline stage.
 
-        `tp` devices divide every layer's heads and MLPs, embeddings and towers. `ep` data-parallel replicas also divide
-        the routed experts. Of several stages, the first has the input embedding and the last the output head. Raises
-        ValueError if the degrees do not divide the model.
+        `tp` devices divide every layer's heads and MLPs, the embeddings and the towers. `ep` data-parallel replicas
+        also divide the routed experts. With several stages, the first has the input embedding and the last the output
+        head. Raises `ValueError` if the degrees do not divide the model.
         """
         refusal = self.tp_refusal(tp)
         if refusal:
             raise ValueError(refusal)
         if not 1 <= pp <= self.layers:
-            raise ValueError(f"pp is {pp}; the model has 1 to {self.layers} pipeline stages")
+            raise ValueError(f"pp is {pp}; set it to a number of pipeline stages from 1 to {self.layers}")
         count = self.experts.count if self.experts else 1
         if ep < 1 or count % ep:
             raise ValueError(f"ep is {ep}; it must divide the {count} experts")
@@ -177,9 +178,9 @@ class ModelSpec:
     # A sequence
 
     def kv_bytes(self, context: float, number: float, tp: int = 1, pp: int = 1) -> float:
-        """Bytes of a sequence of `context` tokens on one of `tp` devices of the fullest pipeline stage. `number` is the
-        size of a KV number in bytes. Full attention grows with each token, a window stops at its width, a state has a
-        constant size, and an indexer adds its keys.
+        """Bytes of a sequence of `context` tokens on one of `tp` devices of the fullest pipeline stage. A number of KV
+        has `number` bytes. Full attention grows with each token, a window up to its width, a state has a constant size,
+        and an indexer adds its keys.
         """
 
         def weight(kind: LayerKind) -> float:
@@ -189,12 +190,12 @@ class ModelSpec:
 
     @property
     def even(self) -> bool:
-        """Whether each token of a context adds the same bytes, at any length."""
+        """Whether each token of a context adds the same number of bytes, at any length."""
         return all(part.grows for kind in self.kinds for part in kind.kept())
 
     def kv_bytes_per_token(self, number: float, tp: int = 1, pp: int = 1, context: float | None = None) -> float:
-        """`kv_bytes` per token of a sequence of `context` tokens, by default the model's longest. If the model is
-        `even`, the result does not depend on the length.
+        """`kv_bytes` per token of a sequence of `context` tokens, by default the model's longest context. For an `even`
+        model the result does not depend on the length.
         """
         if self.even:
             return self.kv_bytes(1, number, tp, pp)
@@ -202,12 +203,12 @@ class ModelSpec:
         return self.kv_bytes(length, number, tp, pp) / length
 
     def forward_flops(self, tokens: float, context_sum: float) -> float:
-        """FLOPs of a forward pass over `tokens` tokens, including the logits of each.
+        """FLOPs of a forward pass over `tokens` tokens, including the logits of each token.
 
-        `context_sum` is the sum, over these tokens, of the number of keys up to the token: n * (n + 1) / 2 for a causal
-        sequence of n. A multiplied parameter takes 2 FLOPs per token. A key that the layer's attention sees takes 2
-        FLOPs per head, and per dimension of the key and of the value (Narayanan et al. 2021, arXiv 2104.04473,
-        appendix; there without the causal mask). A backward pass takes twice the forward FLOPs.
+        `context_sum` is the number of keys up to each token, summed over these tokens: n * (n + 1) / 2 for a causal
+        sequence of n tokens. Each multiplied parameter takes 2 FLOPs per token. Each key that the layer's attention
+        sees takes 2 FLOPs per head, and per dimension of the key and of the value (Narayanan et al. 2021, arXiv
+        2104.04473, appendix, without the causal mask). A backward pass takes twice the forward FLOPs.
         """
         vocabulary = self.vocab * self.hidden
         multiplied = self.active_parameters - self.embedding_parameters + vocabulary
@@ -216,18 +217,18 @@ class ModelSpec:
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of states per token in a forward pass; they come on top of the FLOPs of parameters."""
+        """FLOPs of states per token in a forward pass, in addition to the FLOPs of parameters."""
         return sum(count * kind.mixer.token_flops for kind, count in self.counted if kind.mixer)
 
     def key_flops(self, mean: float = 0.0) -> float:
-        """FLOPs of a forward pass per key. Tokens have `mean` keys on average, including keys beyond reach; 0: all keys
-        are within reach.
+        """FLOPs of a forward pass per key. `mean` is the mean number of a token's keys, including keys beyond its
+        reach; 0 means that all keys are within reach.
         """
         return sum(count * kind.key_flops(mean) for kind, count in self.counted)
 
 
 def arranged(layers: Sequence[LayerKind]) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """`kinds` and `order` of a model with these layers."""
+    """`kinds` and `order` for a model with these layers."""
     kinds = tuple(dict.fromkeys(layers))
     index = {kind: number for number, kind in enumerate(kinds)}
     return kinds, tuple(index[kind] for kind in layers)

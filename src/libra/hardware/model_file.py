@@ -26,7 +26,7 @@ from libra.hardware.families.towers import tower_parameters
 from libra.hardware.model import ModelSpec, arranged
 
 _WRAPPERS = ("text_config", "language_config", "llm_config", "thinker_config")
-_GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # endings of classes that predict tokens
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # name endings of classes that predict tokens
 Note = Callable[[str], None]
 
 
@@ -38,8 +38,8 @@ def load_model(path_or_name: str | Path, note: Note = _silent) -> ModelSpec:
     """Load a model's shape from a config.json, a directory with a config.json, or the name of a known model
     (`model_names`).
 
-    Files on disk come first. Names ignore case, and may omit the organisation. `note` gets a line for each part of the
-    file that is not read. Raises `ConfigError`.
+    Files take precedence over names. Names ignore case, and may omit the organisation. `note` is called with a line for
+    each part of the file that is not read. Raises `ConfigError`.
     """
     path = Path(path_or_name)
     if path.is_dir():
@@ -50,14 +50,14 @@ def load_model(path_or_name: str | Path, note: Note = _silent) -> ModelSpec:
     try:
         text = read_input(path).decode()
     except OSError as error:
-        raise refusal(path, f"{error.strerror}: give an existing config.json, or a directory that holds one") from None
+        raise refusal(path, f"{error.strerror}: give an existing config.json, or a directory with one") from None
     except UnicodeDecodeError as error:
         raise refusal(path, f"not UTF-8 text (byte {error.start}): give a config.json") from None
     return _parse(text, path, name, note)
 
 
 def model_names() -> tuple[str, ...]:
-    """The models whose shapes ship with Libra, such as `Qwen/Qwen3-14B`."""
+    """The known models, whose shapes ship with Libra, such as `Qwen/Qwen3-14B`."""
     entries = (files("libra.hardware") / "models").iterdir()
     return tuple(sorted(_name_of(entry.name) for entry in entries if entry.name.endswith(".json")))
 
@@ -89,7 +89,7 @@ def _short(name: str) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """Version and sizes in a name. A different number means another model, not another spelling."""
+    """Version and sizes in a name. Names with different numbers are different models, not other spellings."""
     return re.findall(r"\d+(?:\.\d+)?", name)
 
 
@@ -113,7 +113,7 @@ def _parse(text: str, path: Path, name: str, note: Note) -> ModelSpec:
 
 
 def _unread(top: Fields) -> Iterator[str]:
-    """Notes on fields that may change the shape: unread fields, and absent fields with their assumed values."""
+    """Notes on unread fields that may change the shape, and on absent fields with their assumed values."""
     unread, assumed = list(top.unread()), [f"{field} {value}" for field, value in top.assumed()]
     if unread:
         yield f"fields not read: {', '.join(unread)}; compare the number of parameters: these may change the shape"
@@ -121,7 +121,7 @@ def _unread(top: Fields) -> Iterator[str]:
         yield f"absent fields, with assumed values: {', '.join(assumed)}"
 
 
-# Fields that give what a part of a layer calls so.
+# Fields of a configuration from which an attribute of a layer's part is read.
 _GIVEN_BY = {
     "active": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"),
     "groups": ("n_group", "num_expert_group", "n_groups", "mamba_n_groups"),
@@ -131,8 +131,8 @@ _GIVEN_BY = {
 
 
 def _of_field(text: str, fields: Fields) -> str:
-    """An error that begins with the field of the file, for an error of a layer's part, which names its own
-    attribute.
+    """Turn an error of a layer's part, which names its own attribute, into an error that begins with the field of the
+    file.
     """
     if re.match(r"[\w.]+: ", text):
         return text
@@ -141,8 +141,8 @@ def _of_field(text: str, fields: Fields) -> str:
 
 
 def _quantization(data: dict[str, object]) -> object:
-    """The value of `quantization_config`, in the file or in its wrapped configuration. DeepSeek-V4 has a separate field
-    for the type of its experts.
+    """The value of `quantization_config`, in the file or in its wrapped configuration. DeepSeek-V4 has the type of its
+    experts in a separate field.
     """
     inside = (data.get(field) for field in _WRAPPERS)
     every = (data, *(it for it in inside if isinstance(it, dict)))
@@ -152,8 +152,8 @@ def _quantization(data: dict[str, object]) -> object:
 
 
 def _beside(path: Path) -> object:
-    """ModelOpt's quantisation from `hf_quant_config.json`, next to an older config.json or one with a prefix. None: no
-    such file.
+    """ModelOpt's quantisation from `hf_quant_config.json`, next to an older config.json or to one with a prefix in its
+    name; None without this file.
     """
     file = path.with_name(f"{path.name.removesuffix('config.json')}hf_quant_config.json")
     if not path.name.endswith("config.json") or not file.is_file():
@@ -205,7 +205,7 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
 
 
 def _family(top: Fields, fields: Fields, kind: object, inner: object, note: Note) -> Family:
-    """The family of a configuration `fields`; `inner` is its name in a wrapper."""
+    """The family of the configuration `fields`; `inner` is its name if it is inside a wrapper."""
     architectures = fields.names("architectures")
     named = inner if inner is not None else WRAPPED.get(kind, kind) if isinstance(kind, str) else kind
     if named is None and not architectures:

@@ -1,4 +1,4 @@
-"""Caches of a model's layers, from which KV cache groups are formed."""
+"""Caches of a model's layers, which `kv_layers` groups."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from libra.hardware.model import ModelSpec
 
 
 def kv_layers(model: ModelSpec, number: float, tp: int = 1) -> list[KVLayer]:
-    """Caches of all layers on one of `tp` devices, in order. `number` is the size of a KV number in bytes. A layer with
-    an indexer has two caches, as in vLLM.
+    """Caches of all layers on one of `tp` devices, in order. One number of KV takes `number` bytes. A layer with an
+    indexer has two caches, as in vLLM.
     """
     kinds = [tuple(_cache(kind, part, number, tp) for part in kind.kept(tp)) for kind in model.kinds]
     return [cache for index in model.order for cache in kinds[index]]
 
 
 def whole_layers(layers: list[KVLayer]) -> list[KVLayer]:
-    """The same layers, but each keeps the whole context, as with vLLM's `disable_hybrid_kv_cache_manager`. Raises
-    ValueError for layers with states, which keep no context.
+    """The same layers, each with a cache for the whole context, as with vLLM's `disable_hybrid_kv_cache_manager`.
+    Raises `ValueError` for layers with states, which have no such cache.
     """
     if any(it.kind == "state" for it in layers):
         raise ValueError("disable_hybrid_kv_cache_manager is true, but layers have states: set it to false")

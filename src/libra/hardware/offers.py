@@ -1,7 +1,7 @@
 """Offered clusters, written as in `h100:8..64,b200:8..32`.
 
-Invariant: an offer is a cluster of whole nodes of one class. The class comes from the cluster file, or is a known GPU's
-usual cloud node.
+Invariant: an offer is a cluster of whole nodes of one class. The class comes from the cluster file, or is the usual
+cloud node of a known GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from libra.hardware.cluster_file import gpu_of
 from libra.hardware.gpu import GPU
 from libra.hardware.gpus import record_of
 
-MOST_SIZES = 8  # of one class: each is a plan
-_NODE = 8  # GPUs of a node that no file describes
-_NVLINK = 150e9  # bytes/s; slower links are PCIe's
-# Network of such nodes, bytes/s for each GPU: 200 Gb/s beside an A100 (Azure ND A100 v4), 400 Gb/s beside an H100 and
-# later ones (AWS p5, Azure ND H100 v5), 50 Gb/s beside GPUs without NVLink (AWS g6e).
+MOST_SIZES = 8  # compared sizes of one class, each of which needs a plan
+_NODE = 8  # GPUs in a node that no file describes
+_NVLINK = 150e9  # bytes/s; slower links are PCIe
+# Network of such nodes in bytes/s per GPU: 200 Gb/s with A100 (Azure ND A100 v4), 400 Gb/s with H100 and later GPUs
+# (AWS p5, Azure ND H100 v5), 50 Gb/s with GPUs without NVLink (AWS g6e).
 _EARLIER, _LATER, _WITHOUT = 200e9 / 8, 400e9 / 8, 50e9 / 8
 _OFFER = re.compile(r"\s*([^:]+?)\s*:\s*(\d+)(?:\.\.(\d+))?\s*")
 
@@ -28,8 +28,8 @@ _OFFER = re.compile(r"\s*([^:]+?)\s*:\s*(\d+)(?:\.\.(\d+))?\s*")
 def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) -> tuple[tuple[Cluster, ...], list[str]]:
     """The clusters of `text`, and notes on assumptions about them.
 
-    `text` lists NAME:GPUS or NAME:FIRST..LAST, where NAME is a class of nodes of `file`, or a known GPU. `costs` are
-    dollars for an hour of one GPU, by name; they replace those of the file. Raises ValueError.
+    `text` lists NAME:GPUS or NAME:FIRST..LAST, where NAME is a class of nodes in `file`, or a known GPU. `costs` are
+    dollars per GPU and hour, by name, and replace those of the file. Raises `ValueError`.
     """
     clusters: list[Cluster] = []
     notes = (
@@ -69,13 +69,13 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
 
 
 def _class_of(file: Cluster | None, name: str) -> NodeClass | None:
-    """The class of the file, if it has one of this name."""
+    """The class with this name in the file; None if there is none."""
     classes: Sequence[NodeClass] = () if file is None else file.nodes
     return next((it for it in classes if it.name.casefold() == name.casefold()), None)
 
 
 def _rented(name: str, first: int, last: int) -> NodeClass:
-    """Nodes of a known GPU; fewer GPUs than a full node are one smaller node."""
+    """Nodes of a known GPU. If fewer GPUs than a full node are wanted, they are one smaller node."""
     gpu = gpu_of(name, "offer")
     gpus = first if first == last < _NODE else _NODE
     return NodeClass(name, 1, gpus, gpu, gpu.link, gpus * _network(gpu))
@@ -88,7 +88,7 @@ def _network(gpu: GPU) -> float:
 
 
 def _sizes(nodes: NodeClass, first: int, last: int) -> list[int]:
-    """Numbers of GPUs from `first` to `last` that are whole nodes; at most `MOST_SIZES`, spaced evenly by ratio."""
+    """Numbers of GPUs in whole nodes from `first` to `last`; at most `MOST_SIZES`, in steps of nearly equal ratio."""
     for size in (first, last):
         if size % nodes.gpus:
             raise ValueError(

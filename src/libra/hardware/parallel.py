@@ -1,7 +1,7 @@
 """Layouts that spread one model over devices for training.
 
 Invariant: the degrees of a `ParallelLayout` are consistent. `libra.cost.train_memory` tells whether a layout fits into
-memory. A `LayoutTable` holds many layouts as columns, so that formulas price thousands of layouts at once.
+memory. A `LayoutTable` has many layouts as columns, so that formulas price thousands of layouts together.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ class ParallelLayout:
     - `recompute`: activations that the backward pass computes again. "selective": norm outputs and the gated product of
     the MLP, which cost only memory traffic; "full": whole layers.
     - `sharding`: state that data- and context-parallel ranks divide (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054).
-    "zero1": optimiser state (Megatron's distributed optimiser); "zero2": gradients, too; "zero3": weights, too (FSDP).
-    - `virtual`: parts of the model on each device of a pipeline, which alternate with parts of other devices
-    (interleaved 1F1B, Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2).
+    "zero1": optimiser state (Megatron's distributed optimiser); "zero2": also gradients; "zero3": also weights (FSDP).
+    - `virtual`: model parts on each pipeline device, which alternate with parts of other devices (interleaved 1F1B,
+    Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2).
     - `whole_experts`: tensor parallelism does not divide experts (Megatron's expert tensor parallel size is 1 instead
-    of tp), and expert-parallel groups also contain tensor-parallel ranks.
+      of
+    tp), and expert-parallel groups also contain tensor-parallel ranks.
     """
 
     tp: int
     pp: int
     dp: int
     cp: int
-    ep: int  # expert-parallel groups are made of data- and context-parallel ranks
-    micro_tokens: int  # tokens that one micro-batch is packed to; a longer trajectory is a micro-batch by itself
+    ep: int  # expert-parallel groups consist of data- and context-parallel ranks
+    micro_tokens: int  # tokens to which a micro-batch is packed; a longer trajectory is a micro-batch by itself
     recompute: Recompute
     sharding: Sharding
-    chunked_logits: bool  # logits are made, used and made again a few tokens at a time
+    chunked_logits: bool  # whether logits are computed for a few tokens at a time, and again in the backward pass
     virtual: int = 1
     whole_experts: bool = False
 
@@ -85,7 +86,7 @@ class ParallelLayout:
 
     @property
     def family(self) -> str:
-        """Name shared by all layouts that differ only in dp."""
+        """Name that all layouts share which differ only in dp."""
         return self._named("*")
 
     def _named(self, dp: str) -> str:

@@ -17,15 +17,15 @@ from libra.hardware.states import INPUT_BYTES, StateMixer
 
 @dataclass(frozen=True, slots=True)
 class Mamba(StateMixer):
-    """State-space layer of Mamba (arXiv 2312.00752) as in Jamba: `state` numbers for each channel."""
+    """State-space layer of Mamba (arXiv 2312.00752) as in Jamba, with `state` numbers for each channel."""
 
     width: int  # channels
     state: int
-    rank: int  # of the projection of time steps
+    rank: int  # of the projection that computes time steps
     kernel: int
     state_bytes: int = 2
     conv_bias: bool = True
-    bias: bool = False  # of both outer projections
+    bias: bool = False  # of the input and output projections
     kind: Literal["mamba"] = "mamba"
 
     def __post_init__(self) -> None:
@@ -66,17 +66,17 @@ class Mamba(StateMixer):
 
 @dataclass(frozen=True, slots=True)
 class Mamba2(StateMixer):
-    """State-space layer of Mamba-2 (arXiv 2405.21060): a matrix of `head_dim` x `state` for each head."""
+    """State-space layer of Mamba-2 (arXiv 2405.21060), with a matrix of `head_dim` x `state` for each head."""
 
     heads: int
     head_dim: int
     state: int
-    groups: int  # of heads with the same input and output vectors
+    groups: int  # of heads that share input and output vectors
     kernel: int
     state_bytes: int = 2
     conv_bias: bool = True
     bias: bool = False  # of both projections
-    normed: bool = True  # a gated norm before the output projection
+    normed: bool = True  # whether there is a gated norm before the output projection
     prefix: str = "mixer"  # name of the module
     kind: Literal["mamba2"] = "mamba2"
 
@@ -103,7 +103,7 @@ class Mamba2(StateMixer):
         return (convolution + 3 * self.heads + norm) / tp + (hidden if self.bias else 0)
 
     def kept(self, tp: int = 1) -> tuple[Retained, ...]:
-        """State of a sequence. Groups that the devices cannot divide are repeated for each head."""
+        """State of a sequence. Groups that the devices cannot divide are repeated on each device."""
         groups = self.groups if self.groups % tp == 0 else tp
         inputs = (self.kernel - 1) * (self.width + 2 * groups * self.state) * INPUT_BYTES
         return (Retained(state=(inputs + self.width * self.state * self.state_bytes) / tp),)

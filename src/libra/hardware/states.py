@@ -1,7 +1,7 @@
 """Mixers that keep a state of constant size per sequence: delta networks, lightning attention, short convolutions.
 
 The invariant of `libra.hardware.attention` holds. States have the shapes of vLLM's `MambaStateShapeCalculator`: the
-last inputs of a convolution in 16 bits, and matrices in their own type. FLOPs are those of the recurrence; chunked
+last inputs of a convolution in 16 bits, and matrices in a type of their own. FLOPs are those of the recurrence; chunked
 kernels take slightly more.
 """
 
@@ -15,12 +15,12 @@ from libra.hardware.checks import require_at_least
 from libra.hardware.context import Array, Read, Retained
 from libra.hardware.matrix import Matrix
 
-INPUT_BYTES = 2  # of an input that a convolution keeps
+INPUT_BYTES = 2  # per input that a convolution keeps
 
 
 @dataclass(frozen=True, slots=True)
 class StateMixer:
-    """Parts common to all states."""
+    """Methods that all mixers with states share."""
 
     @property
     def token_flops(self) -> float:
@@ -33,21 +33,21 @@ class StateMixer:
         return None
 
     def ring(self, tp: Array) -> Array:
-        """Numbers sent per token: 0, since a rank sends its state only once."""
+        """Numbers that context parallelism sends per token: 0, since a rank sends its state only once."""
         nothing: Array = 0.0 * tp
         return nothing
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet(StateMixer):
-    """Gated delta network (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: a matrix for each value head."""
+    """Gated delta network (arXiv 2412.06464) of Qwen3-Next and Qwen3.5, with a matrix for each value head."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # tokens of the convolution
-    state_bytes: int = 2  # of a number of the matrices
+    kernel: int  # width of the convolution in tokens
+    state_bytes: int = 2  # per number of the matrices
     kind: Literal["gated_delta_net"] = "gated_delta_net"
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class KimiDelta(StateMixer):
     heads: int
     head_dim: int
     kernel: int
-    full_gate: bool = False  # the output gate is one matrix, not two of a head's rank
+    full_gate: bool = False  # whether the output gate is one matrix, rather than two with the rank of a head
     state_bytes: int = 4
     kind: Literal["kimi_delta"] = "kimi_delta"
 

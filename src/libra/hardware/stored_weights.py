@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Type in which tensor cores multiply; bf16: weights are converted when read, as in vLLM's Marlin kernels.
+# Type in which tensor cores multiply. With bf16, weights are converted when they are read, as in vLLM's Marlin kernels.
 Product = Literal["bf16", "fp8", "int8", "fp4"]
 MatrixKind = Literal["attention", "dense", "shared", "experts"]
 MATRIX_KINDS: tuple[MatrixKind, ...] = ("attention", "dense", "shared", "experts")
@@ -28,17 +28,17 @@ class NumberFormat:
 
     @property
     def bytes(self) -> float:
-        """Bytes of a number, including its part of the scale."""
+        """Bytes per number, including its part of the scale."""
         return (self.bits + self.scale_bits / self.group) / 8
 
 
 @dataclass(frozen=True, slots=True)
 class KeptShares:
-    """Share of the parameters of each kind of matrix that keeps 16 bits, 0 to 1."""
+    """Share of the parameters of each kind of matrix that keeps 16 bits, from 0 to 1."""
 
     attention: float = 0.0
     dense: float = 0.0  # MLPs of layers without experts
-    shared: float = 0.0  # experts that every token takes
+    shared: float = 0.0  # experts that all tokens pass
     experts: float = 0.0  # routed experts
 
     @property
@@ -61,15 +61,15 @@ class KindFormat:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A format for stored weights. `name` is vLLM's name, if any."""
+    """A format of stored weights. `name` is vLLM's name for it, if vLLM has one."""
 
     name: str
     number: NumberFormat
     product: Product = "bf16"
     kept: KeptShares = field(default=KeptShares())
-    block: int = 0  # width of square blocks that share a scale, which tensor parallelism may not cut; 0: none
-    kv_cache_dtype: str = "auto"  # type of KV that the checkpoint asks for
-    own: tuple[KindFormat, ...] = ()  # kinds of matrices with other numbers
+    block: int = 0  # width of square blocks that share a scale, which tensor parallelism must not divide; 0: none
+    kv_cache_dtype: str = "auto"  # type of KV that the checkpoint requests
+    own: tuple[KindFormat, ...] = ()  # formats of the kinds of matrices that differ
 
     @property
     def whole(self) -> bool:
@@ -78,7 +78,7 @@ class WeightFormat:
 
     @property
     def described(self) -> str:
-        """The name, and the kinds of matrices that keep 16 bits."""
+        """The name, and the kinds of matrices with other numbers or with 16 bits."""
         kept = [kind for kind in MATRIX_KINDS if self.kept.of(kind)]
         parts = [kind if self.kept.of(kind) == 1 else f"{100 * self.kept.of(kind):.0f} % of {kind}" for kind in kept]
         inside = [f"{it.kind} of {it.number.bits} bits" for it in self.own if self.kept.of(it.kind) < 1]

@@ -2,7 +2,7 @@
 reach every engine.
 
 Invariant: a scored rollout becomes a finished trajectory of the gateway, with its reward; the gateway forgets a rollout
-that is not used. TRL has no public interface for this. So private methods of its rollout loop are extended, and its
+that is not used. TRL has no public interface for this, so private methods of its rollout loop are extended, and its
 version is checked.
 """
 
@@ -125,7 +125,7 @@ class FleetWeights:
         """
         part = self._directory / "model.part"
         save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in iterator}, part)
-        part.replace(self._directory / "model.safetensors")  # an engine may still map the last version
+        part.replace(self._directory / "model.safetensors")  # an engine may still have the last version mapped
         self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._directory)}})
         self._order("/reset_prefix_cache", {})
 

@@ -1,5 +1,5 @@
 """A taskset of verifiers as the environment of `libra run`: verifiers plays and scores episodes, and the run's engines
-answer.
+answer its requests.
 
 Invariant: verifiers runs in a separate process (`verifiers_player.py`), so that it cannot block or end the run's
 controller. If this process ends before the run, every episode in progress fails at once.
@@ -109,7 +109,7 @@ class _Player:
         await self._listening
 
     async def _listen(self) -> None:
-        await self._answers.readline()  # how many tasks there are
+        await self._answers.readline()  # the number of tasks
         while line := await self._answers.readline():
             told = json.loads(line)
             answer = self._asked.get(told["number"])

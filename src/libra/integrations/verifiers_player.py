@@ -61,10 +61,10 @@ class VerifiersPlayer:
 
     async def _play(self, order: Mapping[str, Any]) -> float:
         def named(trace: vf.Trace) -> None:
-            trace.id = order["session"]  # what verifiers puts into X-Session-ID
+            trace.id = order["session"]  # verifiers sends it as X-Session-ID
 
         os.environ[_KEY] = order["key"]
-        # One URL for all episodes: verifiers keeps a client of each URL to the end.
+        # One URL for all episodes: verifiers keeps a client for each URL until it ends.
         model = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=order["server"], api_key_var=_KEY))
         episode = await self._env.run_episode(self.tasks[order["task"]], model, on_trace=named)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

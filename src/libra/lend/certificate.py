@@ -38,7 +38,7 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The result of a replay of `traffic`, in which a borrower that uses every grant to its end makes no request miss
+    """The result of a replay of `traffic`. Its borrower used every grant to the end, and lending made no request miss
     its SLO.
     """
 
@@ -55,8 +55,8 @@ class Certificate:
     traffic: str  # the file that was replayed
     requests: int
     missed_alone: int  # requests of the certified load that miss the SLO without lending, too
-    parameters: int | None = None  # of the model: names are not unique; None, as below: older than the field
-    limits: ServerLimits | None = None  # under which steps and queue were bounded
+    parameters: int | None = None  # of the model, as names are not unique; None: in older certificates
+    limits: ServerLimits | None = None  # under which steps and queue were bounded; None: in older certificates
 
     def __post_init__(self) -> None:
         self.slo.pace(self.use)
@@ -74,8 +74,8 @@ class Certificate:
 
     @property
     def covered(self) -> float:
-        """Requests/s up to which the certificate applies: the certified load, or the busiest minute of the replay if
-        that is less, as with a shorter trace."""
+        """Requests/s up to which the certificate applies: the certified load, or the rate of the replay's busiest
+        minute if that rate is lower. The latter is the case for traces of less than a minute."""
         return min(self.rate, self.envelope.rate)
 
     def share_at(self, rate: float) -> float:
@@ -87,8 +87,8 @@ class Certificate:
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
 
     def mismatch(self, model: str, hardware: str, slo: Slo, parameters: int | None = None) -> str | None:
-        """Reason why the certificate does not apply to a lender; None if it does. It covers an SLO that is equal or
-        laxer. `parameters` is the model's number of parameters; None: unknown."""
+        """Reason why the certificate does not apply to a lender; None if it does. A certificate also covers laxer SLOs.
+        `parameters` is the model's number of parameters; None: unknown."""
         if model != self.model:
             return f"the certificate is for {self.model}, not for {model}"
         if parameters is not None and self.parameters not in (None, parameters):
@@ -112,8 +112,8 @@ class Certificate:
             here, certified = getattr(limits, name), getattr(self.limits, name)
             if here > certified or (here < certified and name != "max_model_len"):
                 return (
-                    f"{name} is {here} there and {certified} in the certificate; start the server with"
-                    f" --{name.replace('_', '-')} {certified}, or have one made for it (libra lend check)"
+                    f"{name} is {here} at the server and {certified} in the certificate; start the server with"
+                    f" --{name.replace('_', '-')} {certified}, or certify the server with `libra lend check`"
                 )
         return None
 

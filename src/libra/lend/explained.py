@@ -1,7 +1,7 @@
 """The value of each serving pool to a plan: the problem solved again without the pool.
 
-Invariant: every pool without a loan has a reason: no certified time, no gain, or too many recalls. Without lenders
-there is always a plan, since own engines hold every context.
+Invariant: every pool without a loan has a reason: no certified time, no gain, or too many recalls. A plan without
+lenders always exists, since the cluster's own engines can serve every context.
 """
 
 from __future__ import annotations

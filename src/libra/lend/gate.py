@@ -39,11 +39,11 @@ class ServingView:
 
     live: int  # requests that have arrived and have not finished
     waiting: int  # live requests without a first token
-    due: float  # when the earliest of the next tokens is due (`due`); inf where no request has its first
-    oldest: float = math.inf  # arrival of the first of those that wait
-    queued: int = 0  # their prompt tokens that are not computed yet
+    due: float  # earliest due time of a next token (`due`); inf: no request has a first token
+    oldest: float = math.inf  # arrival of the request that has waited longest
+    queued: int = 0  # prompt tokens of waiting requests that are not computed yet
     context: int = 0  # tokens of the contexts of all live requests
-    steps: int = 0  # of serving since the last grant
+    steps: int = 0  # serving steps since the last grant
     came: int = 0  # requests that have ever arrived
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class ServingCost(Protocol):
     """Bounds on the time that serving takes, in the unit of the view's times."""
 
     def longest_step(self, view: ServingView) -> float:
-        """C: a step of all live requests and a full prefill chunk."""
+        """C: the longest time of a step with all live requests and a full prefill chunk."""
         ...
 
     def catch_up(self, view: ServingView) -> float:
@@ -89,20 +89,20 @@ class SharingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Grants b <= B under two conditions. No request waits for its first token, since this slack is reserved for
-    requests that may still arrive. After the grant, a serving step of the longest kind still ends before the next token
-    is due. If such a step takes longer than the pace, steps may miss their due times, so the gate grants nothing while
-    a token is due.
+    """Grants a time b <= B under two conditions. First, no request waits for its first token: the slack of first tokens
+    is reserved for requests that may still arrive. Second, the longest serving step that may follow the grant ends
+    before the next token is due. If that step takes longer than the pace, tokens may be late, so the gate grants
+    nothing while a token is due.
     """
 
     longest: float  # B, of a grant
-    shortest: float  # below which a rollout step cannot do anything
+    shortest: float  # a shorter grant has no room for a rollout step
     pace: float = math.inf  # tau; inf assumes that steps keep the pace, as they do inside a certificate's envelope
 
     def __post_init__(self) -> None:
         if not 0 < self.shortest <= self.longest < math.inf:
             raise ValueError(
-                f"grants of {self.shortest:g} to {self.longest:g}; the shortest is above 0 and not above the longest"
+                f"the shortest grant is {self.shortest:g}, the longest {self.longest:g}; give 0 < shortest <= longest"
             )
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
@@ -123,9 +123,10 @@ def due(first_token: float, tokens: int, pace: float) -> float:
 def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -> float:
     """Time within which a request has its first token, by (ii) of docs/lending.md.
 
-    One grant and one step may be in progress when the request arrives. No grant follows. Each step computes up to
-    `prefill` of the `queued` waiting prompt tokens, which include the request's own. `prefill` is the token budget of a
-    step minus one for each request that decodes. Raises ValueError if that leaves nothing.
+    One grant and one step may be in progress when the request arrives; the gate grants nothing more until the first
+    token. Each step computes up to `prefill` of the `queued` waiting prompt tokens, which include the request's own.
+    `prefill` is the token budget of a step minus one for each request that decodes. Raises ValueError if `prefill` is
+    below 1.
     """
     if prefill < 1:
         raise ValueError(f"a step has room for {prefill} prompt tokens: raise max_num_batched_tokens over max_num_seqs")
@@ -133,6 +134,6 @@ def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -
 
 
 def ttft_queue(ttft: float, longest: float, serving_step: float, prefill: int) -> int:
-    """Prompt tokens that may wait, a request's own included, for `ttft_bound` to be within `ttft`: its inverse. 0 or
-    less if not even one may wait."""
+    """The inverse of `ttft_bound`: the most prompt tokens, a request's own included, that may wait while the bound is
+    at most `ttft`. 0 or less: none may wait."""
     return max(0, prefill) * (math.floor((ttft - longest) / serving_step) - 1)

@@ -39,9 +39,12 @@ class Lender:
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate < math.inf for rate in self.rates):
-            raise ValueError(f"rates of {self.pool} are {self.rates}; give one or more, 0 or more and finite")
+            raise ValueError(f"rates of {self.pool} are {self.rates}; give one or more rates, 0 or more and finite")
         if self.devices < 1 or not 0 < self.period < math.inf:
-            raise ValueError(f"{self.pool} has engines of {self.devices} devices and a period of {self.period:g} s")
+            raise ValueError(
+                f"{self.pool} has engines of {self.devices} devices and a period of {self.period:g} s; give at least 1"
+                " device and a positive period"
+            )
         uses = [it.use for it in self.certificates]
         if not uses or any(low >= high for low, high in pairwise(uses)):
             raise ValueError(f"certificates of {self.pool} have use {uses}; give one for each use, in rising order")
@@ -52,7 +55,7 @@ class Lender:
 
     def share(self, certificate: Certificate) -> float:
         """Share of an engine's time that is lent while lending is possible: the harmonic mean over the expected rates,
-        since rollout takes 1 / share as long. 0 if nothing is lent at any rate.
+        since rollout takes 1 / share times as long. 0 if nothing is lent at any rate.
         """
         lent = [share for rate in self.rates if (share := certificate.share_at(rate)) > 0]
         return len(lent) / math.fsum(1 / share for share in lent) if lent else 0.0
@@ -86,8 +89,8 @@ def make_lender(
     rates: Sequence[float],
     period: float,
 ) -> Lender:
-    """The lender for the terms of a serving pool. `certificates` are by file name; `rates` are totals over its engines.
-    Raises ValueError that names the key under `lends`.
+    """Make the lender of a serving pool from its terms. `certificates` are (file name, certificate); `rates` are totals
+    over the pool's engines. Raises ValueError that names the key under `lends`.
     """
     terms = pool.lends
     if not isinstance(terms, LoanTerms):

@@ -14,12 +14,12 @@ from libra.config.yaml_file import Section
 class ServerConfig(Section):
     """A server of another model, under recorded traffic: vLLM as `vllm serve` runs it, without the HTTP."""
 
-    model: ModelConfig = ModelConfig()  # a tiny one has random weights
+    model: ModelConfig = ModelConfig()  # a tiny model has random weights
     max_model_len: PositiveInt = 512
     max_num_seqs: PositiveInt = 32
     max_num_batched_tokens: PositiveInt = 64
     kv_tokens: PositiveInt = 8192
-    traffic: Path  # requests as `libra simulate --requests` reads them, beside the configuration
+    traffic: Path  # requests, as for `libra simulate --requests`; relative to the configuration
     speed: PositiveFloat = 1.0  # requests arrive this many times as fast as recorded
     shorter: PositiveFloat = 1.0  # divisor of the lengths of prompts and outputs
 
@@ -45,14 +45,14 @@ class LendingConfig(Section):
     longest_grant: PositiveFloat = 0.05
     shortest_grant: PositiveFloat = 0.004
     requests_per_second: PositiveFloat = 100.0  # rate at one server above which it lends nothing
-    window: PositiveFloat = 2.0  # over which that rate is counted
-    quiet: PositiveFloat = 1.0  # below that rate before lending resumes; doubled where that was too soon
+    window: PositiveFloat = 2.0  # time over which this rate is counted
+    quiet: PositiveFloat = 1.0  # time below this rate before lending resumes; doubled if the next recall follows soon
     rule: LendingRule = "gate"  # off: nothing is lent; the others are baselines
-    engine: ShapeConfig  # on a lent device; an agent's may be larger
+    engine: ShapeConfig  # rollout engine on a lent device; an agent's engine may be larger
 
     @property
     def objective(self) -> tuple[float, float]:
-        """`ttft` and `tpot`, of a run with servers of its own."""
+        """`ttft` and `tpot` of a run that starts servers."""
         assert self.ttft is not None and self.tpot is not None
         return self.ttft, self.tpot
 

@@ -1,8 +1,8 @@
 """Priced options of engines on devices that serve users, from a lender's certificates and traffic forecast.
 
 Invariant: no option exceeds its certificate: the certified share of the device for the forecast traffic, the memory
-that serving leaves inside the certified envelope, and the longest grant. No option holds the longest context, so the
-plan's own engines serve it, and recalled turns can continue there.
+that serving leaves inside the certified envelope, and the longest grant. No option has room for the longest context, so
+the plan's own engines serve this context, and recalled turns can continue on them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LentEngine:
 
     lender: Lender
     certificate: Certificate
-    kv_tokens: int  # that serving leaves, and that a step can read within a grant
+    kv_tokens: int  # KV that serving leaves and that one step can read within a grant
     batched_tokens: int  # most tokens that a step can prefill within a grant after a context of mean length
     holds: int  # tokens: the longest context it serves
 
@@ -113,21 +113,21 @@ def lent_engine(
         return Rejected(
             shape,
             "lends nothing",
-            f"{least:.3g} requests/s or more are expected of an engine, and lending is certified up to"
+            f"{least:.3g} requests/s or more are expected at an engine, and lending is certified up to"
             f" {certificate.covered:.3g}: certify a higher rate, or spread the traffic over more engines",
         )
     if model.tp_refusal(tp) is not None:
         return Rejected(shape, "does not divide", f"{model.name} on {tp} devices: {model.tp_refusal(tp)}")
     if all(grid.tp != tp for grid in profile.engines):
-        return Rejected(shape, "no times", f"the profile has no times for it ({profile.source})")
+        return Rejected(shape, "no times", f"the profile has no times of this shape ({profile.source})")
     kv = _kv_left(model, lender, certificate, nodes, recipe)
     shortest = classes[0].peak_context
     if kv < shortest:
         return Rejected(
             shape,
             "does not fit",
-            f"beside {lender.model.name}, its certified KV and {model.name} there is room for {kv:,} tokens of"
-            f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class has {shortest:,}",
+            f"beside {lender.model.name}, its certified KV and {model.name} there is room for {kv:,} tokens of KV in"
+            f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class needs {shortest:,}",
         )
     grid, grant, mean = profile.grid(tp), certificate.longest_grant, _mean_context(classes)
     kv = _tokens_within(grid, grant, kv, mean)
@@ -140,14 +140,14 @@ def lent_engine(
         return Rejected(
             shape,
             "too slow",
-            f"a step of the shortest class takes {1e3 * needed:.3g} ms, a certified grant is {1e3 * grant:.3g}:"
+            f"a step of the shortest class takes {1e3 * needed:.3g} ms, a certified grant lasts {1e3 * grant:.3g} ms:"
             " certify with a longer --longest-grant",
         )
     return LentEngine(lender, certificate, kv, chunk, holds)
 
 
 def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: NodeClass, recipe: Recipe) -> int:
-    """Tokens of KV that serving leaves inside its envelope, which counts its contexts and waiting prompts."""
+    """Tokens of rollout KV that fit beside the largest load inside serving's envelope."""
     tp, inside = lender.devices, certificate.envelope
     # Certificates do not record a quantisation: serving is assumed to have none.
     serving = held_bytes(lender.model, tp, batched_tokens=recipe.max_batched_tokens, switched=nodes.gpu.switched)

@@ -1,7 +1,7 @@
-"""Loan terms in a cluster file: those of a pool that serves users and lends.
+"""The terms in a cluster file under which a pool that serves users lends its devices.
 
-Invariant: either a forecast is given, or a log of requests to make one from. Times are seconds. Names of files are as
-in the cluster file: relative to its folder.
+Invariant: terms have either a forecast, or a log of requests from which a forecast is made. Times are seconds. File
+names are relative to the folder of the cluster file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RatesAhead:
 class LoanTerms:
     """The model that the pool serves, its latency targets, its certificates, and its traffic."""
 
-    model: str  # as `--model` has it
+    model: str  # as for `--model`
     tensor_parallel_size: int  # GPUs of one serving engine
     ttft: float
     tpot: float
@@ -98,7 +98,7 @@ class LoanSection(Section):
         """The terms of this section. Raises ValueError that begins with the key."""
         if (self.traffic is None) == (self.forecast is None):
             raise ValueError(
-                "traffic: give what the pool has served (requests, bin, season), or forecast (rates, seconds), not both"
+                "traffic: give either a log of the pool's traffic (requests, bin, season), or forecast (rates, seconds)"
             )
         ahead: TrafficLog | RatesAhead
         try:

@@ -1,9 +1,9 @@
-"""The quota of a device's KV memory that is lent, and its return.
+"""The quota of a device's KV memory that rollout may use, and the return of this memory to serving.
 
-Invariant: serving always gets the memory that it needs, also if rollout has it. Rollout (`KVQuota`) leaves a reserve to
-serving, and returns memory at once, by halves. Rollout gets more memory only after a training step and a quiet time, so
-its memory does not change with every burst. Serving (`ceded`) always takes what it needs; beyond the reserve, even
-before rollout has released it.
+Invariant: serving always gets the memory that it needs, even memory that rollout has. Rollout (`KVQuota`) leaves
+serving a reserve, and returns memory at once, by halves. Rollout gets more memory only after a training step and a
+quiet time, so its quota does not change with every burst. Serving (`ceded`) takes the memory that it needs; beyond the
+reserve, it does not wait until rollout has released the memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class KVView:
     """A serving engine's report of its KV memory between two steps, in bytes. With the defaults nothing can be lent."""
 
     capacity: int = 0  # of all its blocks, ceded or not
-    reserve: int = 0  # always free: what requests can need while more is taken back, and one longest prompt
-    need: int = 0  # what its requests hold, and may still take for the tokens that they have
-    ceded: int = 0  # what it leaves to rollout
+    reserve: int = 0  # kept free: one longest prompt, and the needs of requests while rollout returns memory
+    need: int = 0  # memory that its requests use, and may still take for their present tokens
+    ceded: int = 0  # memory that it leaves to rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class KVLimits:
     reserve: int  # of the serving engine (`KVView`)
     context: int  # one longest rollout context: a smaller loan is of no use
     addresses: int  # of all blocks of the rollout engine: a larger loan is of no use
-    quiet: float  # seconds without a change before the loan grows; serving's peak over at least as long is spared
+    quiet: float  # seconds without a change before the loan grows; the growth spares serving's peak of this time
     beside: int = 0  # memory of the device that neither the serving engine nor the rollout engine's weights take
 
     def __post_init__(self) -> None:
@@ -48,8 +48,8 @@ class KVLimits:
         if self.reserve + self.context > self.capacity + self.beside:
             raise ValueError(
                 f"a reserve of {self.reserve:,} and one rollout context of {self.context:,} bytes are more than the"
-                f" {self.capacity + self.beside:,} there are: shorten the rollout's max_model_len or lower the reserve"
-                " (the serving engine's max_model_len and max_num_seqs)"
+                f" {self.capacity + self.beside:,} of the device: shorten the rollout's max_model_len or lower the"
+                " reserve (the serving engine's max_model_len and max_num_seqs)"
             )
 
 
@@ -58,11 +58,11 @@ class KVQuota:
 
     def __init__(self, limits: KVLimits) -> None:
         self.limits = limits
-        self.lent = 0  # beside included; serving may not have ceded it yet
+        self.lent = 0  # bytes, `limits.beside` included; serving may not have ceded all of them yet
         self._changed = -float("inf")
         self._stepped = True  # a training step has passed since the loan last changed
-        self._since = -float("inf")  # start of the quiet time that the second peak is of
-        self._peaks = 0, 0  # most that serving needed in the last quiet time, and so far in the current one
+        self._since = -float("inf")  # start of the current quiet time
+        self._peaks = 0, 0  # serving's peak need in the last quiet time, and in the current one
 
     @property
     def asked(self) -> int:
@@ -89,7 +89,7 @@ class KVQuota:
             quiet = min(total - limits.reserve - max(self._peaks), limits.addresses)
             if quiet >= limits.context and quiet > self.lent:
                 self.lent, self._changed, self._stepped = quiet, now, False
-        # Serving may be taking back what it ceded and was not asked for: only what it was asked for is there to stay.
+        # Serving may be taking back memory that it ceded beyond rollout's request, so only requested memory counts.
         return min(self.lent, limits.beside + min(serving.ceded, said))
 
     def trained(self) -> None:
@@ -100,8 +100,8 @@ class KVQuota:
 def ceded(now: int, *, asked: int, held: int, free: int, wanted: int, reserve: int) -> int:
     """Memory that serving leaves to rollout from its next step on, in the unit of the arguments.
 
-    `now` is the present amount. Rollout requests `asked` and still has `held`. No request uses the `free` part of
-    serving's memory, of which requests may take `wanted` in the next step.
+    `now` is the present amount. Rollout requests `asked` and still uses `held`. The part `free` of serving's memory is
+    unused; requests may take `wanted` of it in the next step.
     """
     if wanted > free:
         return max(0, now - (wanted - free))

@@ -1,7 +1,7 @@
-"""Recall of a loan, and its return.
+"""Recall of a loan, and its resumption after a quiet time.
 
-Invariant: while the load is outside the envelope, nothing is lent from the next step on. Each recall soon after a
-return doubles the next quiet time.
+Invariant: while the load is outside the envelope, nothing is lent from the next step on. Each recall soon after lending
+has resumed doubles the next quiet time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.lend.traffic.envelope import Envelope, Load, RateWindow
 class RecallPolicy:
     """Quiet times, in seconds. Raises ValueError."""
 
-    quiet: float = 5.0  # inside the envelope before lending resumes
+    quiet: float = 5.0  # time inside the envelope before lending resumes
     most_quiet: float = 300.0  # limit of the doubling
 
     def __post_init__(self) -> None:
@@ -27,11 +27,11 @@ class RecallPolicy:
 
 
 class Recall:
-    """Decides whether the device is lent, by whether its load is inside the envelope."""
+    """Recalls the device when its load leaves the envelope, and lends again after a quiet time inside."""
 
     def __init__(self, policy: RecallPolicy) -> None:
         self.policy = policy
-        self.recalled: str | None = None  # why; None while lent
+        self.recalled: str | None = None  # the reason; None while the device is lent
         self.recalls = 0
         self._quiet = policy.quiet
         self._calm_since: float | None = None
@@ -61,11 +61,12 @@ class Recall:
 
 
 class WatchedRule:
-    """Grants nothing outside its certificate's envelope. `second` is one second in the unit of the view's times."""
+    """Follows `rule` inside the certificate's envelope, and grants nothing outside. `second` is one second in the unit
+    of the view's times."""
 
     def __init__(self, rule: SharingRule, envelope: Envelope, recall: Recall, second: float = 1.0) -> None:
         self._rule, self.envelope, self.recall, self._second = rule, envelope, recall, second
-        self.breach: str | None = None  # how the load was outside the envelope at the last look
+        self.breach: str | None = None  # how the load left the envelope, at the last decision; None: it was inside
         self._window = RateWindow(envelope.window)
 
     @property

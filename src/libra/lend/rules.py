@@ -27,7 +27,7 @@ class ServeFirst:
 
 @dataclass(frozen=True, slots=True)
 class Alternate:
-    """Naive sharing: alternating steps."""
+    """Naive sharing: steps of serving and rollout alternate."""
 
     longest: float
 
@@ -50,11 +50,11 @@ class TimeSlices:
 
 @dataclass(frozen=True, slots=True)
 class PositiveSlack:
-    """ROSE's rule, as published (arXiv 2605.06534): rollout runs while every live request would still be in time if
-    serving ran alone from then on. It also spends the slack of first tokens."""
+    """ROSE's rule, as published (arXiv 2605.06534): rollout runs if every live request can still be in time when
+    serving runs alone after the grant. The rule also spends the slack of first tokens."""
 
     longest: float
-    ttft: float  # what the first token may take: the share `use` of the SLO
+    ttft: float  # longest time to the first token: the share `use` of the SLO
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
         if not view.live:

@@ -1,8 +1,8 @@
 """Upper bound on the time of a step, from the times of recent steps.
 
 Invariant: a wrong prediction reduces the lent time, but never causes a missed SLO. The bound is the prediction times a
-ratio of actual to predicted time of recent steps. At most the share `missed` of the coming steps exceeds that ratio, if
-they resemble the recent ones.
+ratio of actual to predicted time of recent steps. If coming steps resemble recent steps, at most the share `missed` of
+them exceeds that ratio.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ class StepBound:
         self.needed = math.ceil(1 / missed) - 1
         if memory < self.needed:
             raise ValueError(
-                f"memory is {memory} steps; a bound that {100 * missed:.2f} % exceed needs {self.needed} or more"
+                f"memory is {memory} steps; a bound that {100 * missed:.2f} % of steps may exceed needs"
+                f" {self.needed} or more"
             )
         self._missed = missed
         self._recent: deque[float] = deque(maxlen=memory)
         self._sorted: list[float] = []
 
     def observe(self, predicted: float, actual: float) -> None:
-        """Seconds of one step. Raises ValueError if one is not positive."""
+        """Record the predicted and the actual seconds of one step. Raises ValueError unless both are positive and
+        finite."""
         if not (0 < predicted < math.inf and 0 < actual < math.inf):
             raise ValueError(f"a step of {actual:g} s, predicted {predicted:g} s; both must be positive and finite")
         ratio = actual / predicted
@@ -53,11 +55,11 @@ class StepBound:
         return self._sorted[min(n, math.ceil((n + 1) * (1 - self._missed) - 1e-9)) - 1]
 
     def kept_by(self, share: float) -> float | None:
-        """The ratio that this share of the recent steps did not exceed; None without steps."""
+        """The ratio that the given share of recent steps did not exceed; None without steps."""
         n = len(self._sorted)
         return self._sorted[min(n, math.ceil(n * share)) - 1] if n else None
 
     def bound(self, predicted: float) -> float | None:
-        """Seconds that a step of this prediction takes at most; None until enough steps were seen."""
+        """Upper bound on the seconds of a step with this prediction; None until enough steps were seen."""
         factor = self.factor
         return None if factor is None else predicted * factor

@@ -18,11 +18,11 @@ from libra.cost.lines import non_negative
 from libra.lend.gate import ServingView
 from libra.lend.step_bound import StepBound
 
-_SET_UP = 8  # first steps, in which an engine sets up what all later steps need
+_SET_UP = 8  # first steps, which include the one-time set-up of an engine
 _FIRST_FIT = 8  # steps
-_REFIT = 400  # most steps between two fits; the first fits follow whenever the number of steps has doubled
-_CARE, _CAREFUL_SHARE = 2.0, 0.95  # factor on the ratio that this share of the steps kept to, while nothing is bounded
-_RIDGE = 1e-9  # seconds: a step of no cost at all would have no ratio
+_REFIT = 400  # most steps between two fits; the first fits follow each doubling of the number of steps
+_CARE, _CAREFUL_SHARE = 2.0, 0.95  # before the bound: a factor on the ratio that this share of steps kept to
+_RIDGE = 1e-9  # seconds: least fitted cost, as no ratio to a cost of 0 exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class StepShape:
     """Work of one engine step, in counts."""
 
     sequences: int
-    new_tokens: int  # beyond one a sequence
+    new_tokens: int  # tokens beyond one per sequence
     context: int  # tokens of the contexts of all its sequences
 
 
@@ -40,7 +40,7 @@ class StepCost:
 
     def __init__(self, missed: float = 0.0025, memory: int = 1600) -> None:
         self._missed, self._memory = missed, memory
-        self.bounded = self.over = 0  # steps that there was a bound for, and those that took longer
+        self.bounded = self.over = 0  # steps with a bound, and steps that took longer than their bound
         self.forget()
 
     def forget(self) -> None:
@@ -52,18 +52,18 @@ class StepCost:
 
     @property
     def seen(self) -> int:
-        """Number of steps that count: the last `memory` at most."""
+        """Number of remembered steps, at most `memory`."""
         return len(self._steps)
 
     @property
     def needed(self) -> int:
-        """Steps before anything is bounded."""
+        """Number of steps before the first bound."""
         return self._bound.needed
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from one step. Raises ValueError if it took no time."""
+        """Learn from one step. Raises ValueError unless its time is positive and finite."""
         if not 0 < seconds < math.inf:
-            raise ValueError(f"a step of {seconds:g} s; it takes more than 0, and finite")
+            raise ValueError(f"a step of {seconds:g} s; give a positive and finite time")
         bound = self.bound(shape)
         if bound is not None:
             self.bounded, self.over = self.bounded + 1, self.over + (seconds > bound)
@@ -87,7 +87,8 @@ class StepCost:
         return None if predicted is None else self._bound.bound(predicted)
 
     def careful(self, shape: StepShape) -> float | None:
-        """The bound, or twice the time that nearly all steps so far kept to; None until a few steps were seen."""
+        """The bound, or, before the first bound, twice the time that 95 % of steps kept to; None until a few steps were
+        seen."""
         predicted = self.predicted(shape)
         if predicted is None:
             return None
@@ -100,7 +101,7 @@ class StepCost:
         self._bound.observe(predicted, seconds)
 
     def learn(self) -> None:
-        """Fit to all steps that count; `observe` calls this at times."""
+        """Fit the cost to all remembered steps; `observe` calls this from time to time."""
         rows = np.array([(1, it.sequences, it.new_tokens, it.context) for it, _ in self._steps], float)
         base, *slopes = non_negative(rows, np.array([seconds for _, seconds in self._steps])).tolist()
         self._fit = max(base, _RIDGE), slopes[0], slopes[1], slopes[2]
@@ -110,8 +111,8 @@ class StepCost:
 
 
 class LearntServingCost:
-    """A `ServingCost` learnt from the steps of a serving engine. Unbounded until enough were seen. `batched_tokens` is
-    `max_num_batched_tokens` of the engine, `context` its `max_model_len`."""
+    """A `ServingCost` learnt from the steps of a serving engine; infinite until enough steps were seen.
+    `batched_tokens` is `max_num_batched_tokens` of the engine, `context` its `max_model_len`."""
 
     def __init__(self, cost: StepCost, batched_tokens: int, context: int) -> None:
         self._cost, self._budget, self._longest = cost, batched_tokens, context
@@ -121,7 +122,8 @@ class LearntServingCost:
         return self._with_budget(self._budget, view)
 
     def budget_within(self, seconds: float, view: ServingView) -> int | None:
-        """The `max_num_batched_tokens`, a power of 2, with which the longest step would end in time."""
+        """The largest power of 2 for `max_num_batched_tokens` with which the longest step takes at most `seconds`;
+        None: no such power."""
         budget = 1 << self._budget.bit_length() - 1
         while budget > view.live + 1:
             if self._with_budget(budget, view) <= seconds:
@@ -150,7 +152,7 @@ class RolloutQueue:
     running: int  # turns in the batch
     waiting: int  # turns that could be admitted to it now
     prefilling: bool  # whether running turns have prompt tokens left
-    context: int  # tokens of the contexts of both
+    context: int  # tokens of the contexts of running and waiting turns
 
     @property
     def turns(self) -> int:
@@ -164,20 +166,20 @@ class TokenBudget:
         self._cost, self._most, self._largest, self._made = cost, most, 0, 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Record a step. The first ones include one-time set-up, and are not learnt from."""
+        """Record a step, and learn from it after the first steps, which include one-time set-up."""
         self._largest = max(self._largest, shape.sequences + shape.new_tokens)
         self._made += 1
         if self._made > _SET_UP:
             self._cost.observe(shape, seconds)
 
     def start_anew(self) -> None:
-        """Forget the times of steps: a bound that permits no step would never be corrected."""
+        """Forget the times of all steps. Otherwise a bound that permits no step would never be corrected."""
         self._cost.forget()
         self._largest = 0
 
     def within(self, seconds: float, queue: RolloutQueue) -> int:
-        """Tokens that fit into `seconds`; 0: not even one. Until there is a bound, one token is assumed to fit. A step
-        is at most twice as large as the largest so far."""
+        """Tokens of a step that fit into `seconds`; 0: not even one fits. Before the first bound, one token is assumed
+        to fit. A step is at most twice as large as the largest earlier step."""
         if not queue.turns:
             return 0
         most = min(self._most, 2 * self._largest or 1)
@@ -187,8 +189,8 @@ class TokenBudget:
         return fits or int(self._cost.seen < self._cost.needed)
 
     def bound(self, tokens: int, queue: RolloutQueue) -> float:
-        """Most seconds of a step of `tokens`. The engine distributes them over the turns, between two extremes: all
-        turns decode, or one prompt takes as many as possible."""
+        """Most seconds of a step of `tokens` tokens. The engine may divide the tokens anywhere between two extremes:
+        all turns decode, or one prompt takes as many tokens as possible."""
         most = min(tokens, queue.turns)
         least = 1 if queue.prefilling else max(1, min(tokens, queue.running))
         context = queue.context + tokens

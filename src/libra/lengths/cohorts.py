@@ -175,7 +175,7 @@ SUMS = slice(len(POWERS), len(POWERS) + len(Sums._fields))
 
 @dataclass(slots=True)
 class Cohort:
-    """The trajectories that started with one version, or a few neighbouring ones."""
+    """The trajectories that started with one version, or with a few adjacent versions."""
 
     bins: int  # of the context
     finished: int = 0

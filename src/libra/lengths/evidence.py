@@ -29,7 +29,7 @@ Indices = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Drift:
     """Result of the test whether recent trajectories end after a different amount of work (`cohorts.work`) than older
-    ones.
+    trajectories.
     """
 
     distance: float  # largest difference between recent and older trajectories, as a share of all
@@ -187,8 +187,8 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
     """Weigh `cohorts`, ordered by version, with the opening cohort first.
 
     Time, not length, decides which trajectories finish. So the product limit is over work, and each end has a final
-    context as its mark. Running trajectories with more work or context than all finished ones are assumed to end now
-    (Efron 1967), as there is no evidence beyond them.
+    context as its mark. Running trajectories with more work or context than any finished trajectory are assumed to end
+    now (Efron 1967), as there is no evidence beyond them.
     """
     started = np.array([cohort.started for cohort in cohorts])
     behind = np.cumsum(started[::-1])[::-1] - started

@@ -1,4 +1,4 @@
-"""Members: trajectories that each represent similar ones, with their tokens and tool seconds.
+"""Members: trajectories that each represent similar trajectories, with their tokens and tool seconds.
 
 Invariant: tokens and tool seconds of a member come from the same trajectories, so their correlation is kept. Members do
 not depend on engines, so a faster engine never makes a member take longer. Each cell of the evidence becomes four
@@ -54,7 +54,7 @@ def spread(bins: Indices, shares: Array, means: Array, peaks: Array) -> Members:
 
     `means` is [cell, field of `Sums`] for one trajectory of a cell; `peaks` [cell] limits the generated tokens of a
     member. Four points lie along the main axis of tokens and tool seconds, both in seconds of engines. Cells are
-    narrow, so the points are spaced as in a uniform distribution. They also deviate along the other axis, with
+    narrow, so the points are spaced as in a uniform distribution. The points also deviate along the other axis, with
     alternating signs.
     """
     column = dict(zip(Sums._fields, means.T, strict=True))

@@ -1,4 +1,5 @@
-"""The tracker of finished and running trajectories; newer start versions reduce the weight of older ones.
+"""The tracker of finished and running trajectories. Trajectories of newer start versions reduce the weight of older
+trajectories.
 
 Invariant: a tracker's answers depend only on the given trajectories and, before the first `observe_running`, on their
 order; never on time. Evidence is weighed at each query: a trajectory weighs `2 ** (-n / half_life)` if n others have
@@ -27,9 +28,10 @@ _COHORTS = 64  # with more cohorts, old ones are dropped or adjacent ones joined
 class LengthTracker:
     """Statistics of trajectories by final context, with exponentially decaying weights.
 
-    Long trajectories finish late, so finished trajectories alone are too short a sample. `observe_running` reports the
-    running ones. After its first call, evidence is weighed by start version, and a finished trajectory also represents
-    running ones with less work so far (`evidence.weigh`). Before, weights decay in the order of arrival.
+    Long trajectories finish late, so finished trajectories alone are too short a sample. `observe_running` therefore
+    reports the running trajectories. After its first call, evidence is weighed by start version, and a finished
+    trajectory also represents running trajectories with less work (`evidence.weigh`). Before that call, weights decay
+    in the order of arrival.
 
     After a detected drift, weights decay four times as fast, until old and recent trajectories agree again. Memory and
     the time of one observation do not grow with the number of trajectories. A tracker is not thread-safe: guard it with
@@ -71,7 +73,7 @@ class LengthTracker:
 
     def observe(self, trajectory: Trajectory) -> None:
         """Add one finished trajectory; its `policy_version` is the version at its start. Raises ValueError for an
-        unfinished one, whose length is only a lower bound.
+        unfinished trajectory, since its length is only a lower bound.
         """
         if not trajectory.finished:
             raise ValueError(f"trajectory {trajectory.id} is unfinished; give it to observe_running()")
@@ -88,12 +90,12 @@ class LengthTracker:
         self._trim()
 
     def observe_running(self, trajectories: Iterable[Trajectory]) -> None:
-        """Replace the known running trajectories by these unfinished ones, in their present state.
+        """Replace the known running trajectories by these unfinished trajectories, in their present state.
 
-        Call this before a query with all running trajectories, even if there are none, and after `observe` for those
-        that have finished. A trajectory that finishes counts twice until the next call. A trajectory that waits for a
-        tool ends with this tool call: status "unknown", no returned tokens, and the waiting time so far as
-        `tool_seconds`. Without this time, long waits count as less work.
+        Before a query, call `observe` for the trajectories that have finished, then this method with all running
+        trajectories, even if there are none. A trajectory that finishes counts twice until the next call. A trajectory
+        that waits for a tool ends with this tool call: status "unknown", no returned tokens, and as `tool_seconds` the
+        time that it has waited. Without this time, long waits count as less work.
         """
         placed = []
         for trajectory in trajectories:
@@ -148,9 +150,9 @@ class LengthTracker:
         """The workload `steps` versions after the newest started version, with no trajectory above `longest` tokens.
 
         The trend is a line through the mean log final context of the versions, over four times the memory of the other
-        statistics. It covers the age of the evidence in full, and continues damped for the steps. Before the first
-        `observe_running` there is no trend. A jump is not a trend, but may look like one while only one later version
-        has started.
+        statistics. The trend covers the age of the evidence in full, and continues damped for the steps. Before the
+        first `observe_running` there is no trend. A jump is not a trend, but may look like one while only one later
+        version has started.
         """
         if not 0 <= steps < math.inf:
             raise ValueError(f"steps is {steps}; it is a number of versions, 0 or more")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_KEPT = 2 ** (-1 / 256)  # factor on older turns' weight after each new turn: half after 256 turns
-_LIKE_TOKENS = 2048.0  # weight of all turns of similar engines, in generated tokens
+_KEPT = 2 ** (-1 / 256)  # factor on the weight of older turns at each new turn: half after 256 turns
+_LIKE_TOKENS = 2048.0  # weight of the turns of similar engines together, in generated tokens
 _SPREAD = 0.3  # relative spread of loads at which the data weigh as much as the assumed slope
 _GAP = 1.25  # ratio of paces that separates two classes of engines
 _IDLE = 0.5  # assumed pace of an idle engine, relative to its pace at its mean load
@@ -19,9 +19,9 @@ class Pace:
     """Pace as a linear function of load: a least-squares line through an engine's turns, with its mean load during each
     turn.
 
-    A turn weighs by its generated tokens, and recent turns weigh more. If the loads hardly differ, they do not
-    determine the slope, which then tends to that of an engine twice as fast when idle. Similar engines (`like`) provide
-    the pace until the engine has its own turns.
+    The weight of a turn is its number of generated tokens, and recent turns weigh more. If the loads hardly differ,
+    they do not determine the slope. It then tends to the slope of an engine that is twice as fast when idle. Similar
+    engines (`like`) provide the pace until the engine has its own turns.
     """
 
     __slots__ = ("_load", "_load_pace", "_load_squared", "_pace", "_tokens", "like")
@@ -31,7 +31,7 @@ class Pace:
         self._tokens = self._load = self._pace = self._load_squared = self._load_pace = 0.0
 
     def observe(self, generated_tokens: int, seconds: float, load_tokens: float) -> None:
-        """Learn from a turn: its seconds, including wait and prompt, and the mean load of other turns."""
+        """Learn from a turn: its seconds, including wait and prompt, and the mean load of the other turns."""
         if generated_tokens < 1 or seconds <= 0:
             return
         self._tokens = _KEPT * self._tokens + generated_tokens

@@ -50,8 +50,8 @@ class SessionRouter:
         idle_seconds: float = IDLE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a router. Each server holds contexts of `capacity_tokens`; a turn needs `turn_tokens` beyond its
-        context.
+        """Create a router. Each server has room for contexts of `capacity_tokens`; a turn needs `turn_tokens` beyond
+        its context.
         """
         self._policy = policy
         self._capacity, self._turn_tokens = capacity_tokens, turn_tokens
@@ -102,7 +102,7 @@ class SessionRouter:
 
     def acquire(self, id: str, context: int) -> str:
         """The server of a trajectory's next turn, or again of its present turn, with `context` tokens. If no server has
-        room, the least loaded one. Raises LookupError if no server is in service.
+        room, this is the least loaded one. Raises LookupError if no server is in service.
         """
         if not self._servers:
             raise LookupError("no server is available: add one")

@@ -54,7 +54,7 @@ class _Live:
     touched: float
     turns: list[Turn] = field(default_factory=list)
     context: int = 0  # after the last answered turn
-    generated: int | None = None  # by this turn, until the next turn shows the return
+    generated: int | None = None  # tokens of the last answered turn; None once the next turn has begun
     in_flight: TurnRequest | None = None
     placed: bool = False  # whether the policy has seen the tool return before this turn
 
@@ -192,7 +192,7 @@ class Trajectories:
         return self._live.pop(id, None) is not None
 
     def idle_since(self, moment: float) -> Iterator[str]:
-        """Trajectories without a turn in flight that are idle since `moment`, longest idle first."""
+        """Trajectories without a turn in flight that have been idle since `moment`, longest idle first."""
         for id, live in list(self._live.items()):
             if live.touched > moment:
                 return

@@ -15,7 +15,7 @@ class HeldTurn:
 
     tokens: int  # of its context
     began: float
-    load_seconds: float  # integral of the engine's load over time, until then
+    load_seconds: float  # integral of the engine's load over time, up to its beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LiveWork:
 
     @property
     def token_seconds(self) -> float | None:
-        """See `route.policy.Instance`: at the present load and one more turn of its mean size."""
+        """See `route.policy.Instance`: at the present load plus one turn of mean size."""
         load = self._load_tokens
         return self.pace.token_seconds(load + load / self._turns if self._turns else load)
 

@@ -223,7 +223,7 @@ class _Fold:
                 self._finished.append(line.episode)
                 newest = max(line.episode.versions)
                 if newest > self._version:
-                    raise ValueError(f"{line.episode.trajectory.id} is of version {newest}, which nothing before makes")
+                    raise ValueError(f"{line.episode.trajectory.id} is of version {newest}, which no earlier step made")
             case _Taken():
                 if line.version != self._version + 1:
                     raise ValueError(f"version {line.version} does not follow {self._version}")
@@ -241,14 +241,14 @@ class _Fold:
 
     def _add(self, line: _Finished) -> None:
         if line.group not in self._started:
-            raise ValueError(f"an episode of group {line.group}, which was not started, or trained on before")
+            raise ValueError(f"an episode of group {line.group}, which was not started, or was trained on before")
         if line.index in self._episodes[line.group]:
             raise ValueError(f"episode {line.index} of group {line.group} finished before")
         self._episodes[line.group][line.index] = line.episode
 
     def _take(self, group: int) -> EpisodeGroup:
         if group not in self._started:
-            raise ValueError(f"a batch of group {group}, which was not started, or trained on before")
+            raise ValueError(f"a batch of group {group}, which was not started, or was trained on before")
         return EpisodeGroup(group, self._started.pop(group), self._episodes.pop(group))
 
 

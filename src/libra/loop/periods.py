@@ -112,7 +112,7 @@ class Periods:
         self._recorder.period(record)
 
     def decided(self, record: DecisionRecord) -> None:
-        """Record a decision. One that was taken then waits for the first settled period after it."""
+        """Record a decision. If its change is made, the decision waits for the first settled period after it."""
         self._recorder.decision(record)
         if record.taken:
             self._waiting = record

@@ -78,7 +78,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
             " device; give one device for each slot, or plan for engines and training on one device each"
         )
     if not devices and config.cluster.ray_address is None:  # workers run here; Ray knows the memory of other machines
-        borrowers = min(servers, config.lent_devices)  # the machine of an agent has its own memory
+        borrowers = min(servers, config.lent_devices)  # engines on an agent's devices use the memory of its machine
         kv_bytes = max(shape.kv_tokens for shape in config.engines.values()) * _kv_bytes(config.model)
         _check_memory(config.cluster, config.training, config.model, servers + borrowers, kv_bytes)
         _check_cores(config.cluster, servers)
@@ -271,8 +271,8 @@ def _check_engines(engines: Mapping[str, ShapeConfig], start: StartConfig) -> No
         holds = engines[bucket.shape].max_model_len
         if bucket.up_to > holds:
             raise ConfigError(
-                f"start.buckets: {bucket.shape!r} is to serve contexts up to {bucket.up_to} tokens but holds {holds};"
-                f" lower up_to, or raise engines.{bucket.shape}.max_model_len"
+                f"start.buckets: {bucket.shape!r} is to serve contexts up to {bucket.up_to} tokens but has room for"
+                f" {holds}; lower up_to, or raise engines.{bucket.shape}.max_model_len"
             )
     longest = longest_context(engines)
     last = start.buckets[-1]

@@ -49,7 +49,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 # 1988).
 _GRACE_SECONDS = 1.0
 
-# Time in which its turns then leave and the KV that they need is saved; other engines compute the rest again.
+# Time after `_GRACE_SECONDS` in which the engine's turns leave it, and the KV that they need is saved. Other engines
+# compute again what was not saved in time.
 _LEAVING_SECONDS = SAVE_SECONDS
 
 

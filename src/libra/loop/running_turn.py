@@ -1,10 +1,10 @@
 """One turn of an episode, on one engine or several in sequence.
 
-Invariant: if an engine's part of a turn ends early (by loss, a stop, or a move to a longer bucket), the next engine
-continues after the last reported token. So each token comes from one engine, and no reported token is lost. The policy
-gets the tool return before the turn once, and the turn itself as in a simulation. A turn that is placed again after a
-loss or stop is a request with its current tokens. A turn that moves because it exceeded its bucket counts as placed
-once.
+Invariant: each token comes from one engine, and no reported token is lost. An engine's part of a turn may end early, by
+loss, a stop, or a move to a longer bucket. The next engine then continues after the last reported token. The policy
+gets the tool return before the turn once. It sees the turn as in a simulation: a turn that is placed again after a
+loss or stop is a new request with its current tokens, and a turn that moves because it exceeded its bucket counts as
+placed once.
 """
 
 from __future__ import annotations

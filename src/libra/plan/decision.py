@@ -1,8 +1,8 @@
 """Decides whether a transition is worth its cost.
 
 Invariant: both allocations are priced for the problem's work, and corrected by the price bias that the run has learned.
-A change must earn back its cost within the horizon, and its gain must exceed the errors of the tracked statistics and
-of the corrected prices; there is no other threshold. A `Decision` records the numbers that led to it, and the priced
+A change must earn back its cost within the horizon. Its gain must exceed the errors of the tracked statistics and of
+the corrected prices. There is no other threshold. A `Decision` records the numbers that led to it, and the priced
 moves.
 """
 
@@ -230,7 +230,7 @@ def _weigh(
     if gain <= 0:
         return (
             False,
-            f"no better allocation was found: the best other one takes {-gain:.4g} s longer than {step:.4g} s",
+            f"no better allocation was found: the best other allocation takes {-gain:.4g} s longer than {step:.4g} s",
         )
     saves = f"the change saves {gain:.4g} s of {step:.4g} s a step"
     doubt = math.hypot(unsure, price_error)

@@ -58,7 +58,7 @@ def solve_loans(menu: Menu, solved: Callable[[Problem], Solution]) -> Solution:
 
     Compares the best allocations with all lenders, without each set of lenders that may be recalled together, and
     without lenders. The allocation without loans wins unless another shortens the step by `LEAST_GAIN`. The returned
-    price is without recalls; bound and status are those of `solved` for the menu's problem.
+    price is without recalls. Bound and status come from `solved` for the menu's problem.
     """
     problem = menu.problem
     best = solved(problem)

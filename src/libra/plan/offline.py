@@ -1,7 +1,7 @@
 """Planning requests from a log of trajectories, without a run.
 
 Invariant: the log is read once and in order, and notes state all assumptions about missing data. For a run on one
-machine, unfinished trajectories are left out, every group trains, the router makes no errors, and a tool call of
+machine, unfinished trajectories are left out, and every group trains. The router makes no errors, and a tool call of
 unknown duration takes no time. For a cluster, unfinished trajectories count as lower bounds, and the recipe has the
 other assumptions.
 """
@@ -99,8 +99,8 @@ def gather_workload(
     """Read a log once, for a cluster. Weights of trajectories halve every `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
     Unfinished trajectories count as lower bounds of their length. A tool return of unknown duration takes the recipe's
-    seconds; long durations are cut to `longest_tool_call` seconds. The latest finished trajectories are kept: as many
-    as have the mean age of the tracker's weighted trajectories.
+    seconds; long durations are cut to `longest_tool_call` seconds. The latest finished trajectories are kept. Their
+    mean age is that of the tracker's weighted trajectories.
     """
     tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
     recent: deque[Trajectory] = deque(maxlen=math.ceil(2 * tracker.half_life / math.log(2)))

@@ -1,6 +1,6 @@
 """Placement of training replicas and engines on GPUs of nodes.
 
-Invariant: a group inside a node takes an aligned block of its GPUs, a larger group takes whole nodes, and no GPU has
+Invariant: a group inside a node takes an aligned block of its GPUs, and a larger group takes whole nodes. No GPU has
 two roles at once. If sizes in a pool divide each other (one, two, four, ... a node, whole nodes), groups that fit by
 count also fit in place. A placed group stays unless a larger group needs its block.
 """
@@ -121,7 +121,9 @@ class _Floor:
         return list({id(owner): owner for owners in self._owner for owner in owners if owner is not None}.values())
 
     def _keep(self, wanted: Sequence[_Wanted], current: Iterable[DeviceGroup]) -> list[_Wanted]:
-        """Keep present groups of wanted kinds, those of the same role first; return the groups still to place."""
+        """Keep present groups of wanted kinds, first the groups that keep their role. Returns the wanted groups that
+        still need a place.
+        """
         left = list(current)
         waiting = list(wanted)
         for of in (_alike, _of_kind):

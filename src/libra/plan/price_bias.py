@@ -3,11 +3,11 @@
 Invariant: a bias depends only on the settled periods of one run. Without settled periods it corrects nothing, and its
 error is the assumed error of prices in a new run.
 
-A measured step is its price times a factor. The logarithms of the factors of the three bottlenecks are jointly normal:
-they share a part due to the machine, and each has its own error. A settled period measures the factor of the bottleneck
-with which it was priced and, by the correlation, updates the others (a Kalman filter, West & Harrison, Bayesian
-Forecasting and Dynamic Models, 1997, ch. 4). The size of surprises scales all errors: a run with accurate prices may
-act on small gains, and a run with erratic prices needs large gains (ibid., 4.5).
+A measured step is its price times a factor. The logarithms of the factors of the three bottlenecks are jointly normal.
+They share a part due to the machine, and each has its own error. A settled period measures the factor of the bottleneck
+with which the period was priced. By the correlation, the period also updates the other factors (a Kalman filter, West &
+Harrison, Bayesian Forecasting and Dynamic Models, 1997, ch. 4). The size of surprises scales all errors (ibid., 4.5): a
+run with accurate prices may act on small gains, and a run with erratic prices needs large gains.
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ where f's option is the one that ends the last class first. R is the largest ove
 the longer classes, which leave it. Their later part takes the seconds of the fastest engine without other trajectories,
 a lower bound.
 
-Shared engines. If the trajectories of a step start together, the longest one of a bucket shares its engine with others
-while it generates (processor sharing); nothing slows it while its tools run. On an engine that is busy for a share u of
-the time, with the prices of the bucket's last class,
+Shared engines. If the trajectories of a step start together, the longest trajectory of a bucket shares its engine with
+others while it generates (processor sharing). Nothing slows it while its tools run. On an engine that is busy for a
+share u of the time, with the prices of the bucket's last class,
 
     R >= waits[l] + generates[l] / (1 - u)    for every l       u = (W / n + stall) / T
 
@@ -89,8 +89,8 @@ Each line is a quadratic inequality in T; latency, with eta > 0, is
     ((1 + eta) T - F - S - waits[l]) * (T - stall - W / n) >= generates[l] T      with both factors >= 0
 
 Special engines. A prefill/decode pair is an engine on two pools; its rows of work are prompts, KV on the links, and
-decoding. Engines on a serving pool are lent: their prices are for their share of the device, they do not hold the
-longest context of the problem, and no t is on such a pool.
+decoding. Engines on a serving pool are lent. Their prices are for their share of the device, and they do not hold the
+longest context of the problem. No training option is on a serving pool.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ class Problem:
             if engine.pool in serving and engine.holds >= self.longest_context:
                 raise ValueError(
                     f"{engine.name} is lent and holds the longest context of {self.longest_context} tokens; only own"
-                    " engines may serve that: lower its holds"
+                    " engines may hold this context: lower its holds"
                 )
 
     def _require_distinct_options(self) -> None:

@@ -252,9 +252,9 @@ class Replanner:
     def learn(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> None:
         """Learn the price bias from a period in which no role changed.
 
-        `priced` is the uncorrected price of the period's allocation for the lengths and speeds measured in this period;
-        with an earlier price, changes of lengths and speeds would count as price errors. `untried`: the allocation
-        differs from that of the last settled period.
+        `priced` is the uncorrected price of the period's allocation, for the lengths and speeds measured in this
+        period. With an earlier price, changes of lengths and speeds would count as price errors. `untried`: the
+        allocation differs from that of the last settled period.
         """
         self._bias = self._bias.learned(priced, found, untried=untried)
 

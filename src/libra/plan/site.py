@@ -133,7 +133,7 @@ class ClusterSite:
 
 @dataclass(frozen=True, slots=True)
 class SlotSite:
-    """The healthy devices of a run on slots. Measured values are those of the run so far."""
+    """The healthy devices of a run on slots, with the values that the run has measured."""
 
     training: TrainingConfig
     engines: Mapping[str, ShapeConfig]

@@ -113,7 +113,8 @@ def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> s
     contexts.
 
     While a device moves, a core replica must train and, if several engines run, another engine must hold the longest
-    contexts. If one of these is already missing, moves that do not make it worse are safe, so that the run can recover.
+    contexts. If such a replica or engine is already missing, moves that do not make it worse are safe, so that the run
+    can recover.
     """
     others = [device for device in devices if device.id != move.worker and device.lent is None]
     cores = [device.id for device in devices if device.duty.role is Role.TRAIN and device.allowed == {Role.TRAIN}]
@@ -212,7 +213,7 @@ def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Co
 
 
 def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
-    """Ids of the engines that `wanted` keeps unchanged; those that cannot train are kept first."""
+    """Ids of the engines that `wanted` keeps unchanged. Engines on devices that cannot train are kept first."""
     missing = wanted.engines_by_shape
     kept = set()
     for device in sorted(devices, key=lambda d: (Role.TRAIN in d.allowed, -d.slot)):

@@ -1,4 +1,4 @@
-"""Causes to which device time is attributed. Every second of every worker has exactly one cause."""
+"""Causes of device time. Every second of every worker has exactly one cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cause(StrEnum):
 
     @property
     def words(self) -> str:
-        """The words that follow a share, as in "18 % rollout-bound"."""
+        """The phrase that follows a share, as in "18 % rollout-bound"."""
         return _WORDS[self][0]
 
     @property
@@ -73,14 +73,14 @@ WAITED_FOR = {
 
 
 def total(workers: Iterable[Mapping[Cause, float]]) -> dict[Cause, float]:
-    """Seconds by cause over all workers, in the order of the causes; causes without seconds are left out."""
+    """Seconds by cause over all workers, in the order of the causes. Causes without seconds are left out."""
     rows = tuple(workers)
     sums = {cause: sum(row.get(cause, 0.0) for row in rows) for cause in Cause}
     return {cause: seconds for cause, seconds in sums.items() if seconds > 0}
 
 
 def device_words(seconds: Mapping[Cause, float]) -> str:
-    """The shares of device time by cause, in one line, the largest first. Empty without device time.
+    """Shares of device time by cause in one line, the largest first. Empty without device time.
 
     >>> device_words({Cause.COMPUTING: 6.1, Cause.ROLLOUT_BOUND: 1.8, Cause.GENERATING: 2.1, Cause.MOVING: 0.004})
     'devices: 61 % computing, 21 % generating, 18 % rollout-bound'

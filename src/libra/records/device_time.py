@@ -1,8 +1,8 @@
 """Attributes every second of every worker to a cause.
 
-Invariant: the causes of a worker add up to its seconds since its first role, in any order of events, and the seconds of
-a cause never decrease. Pure: the caller reports events with their times, on any clock that does not go back. Some
-durations are known only at their end: the parts of a step, and an engine's pause for weights. No sum contains their
+Invariant: the causes of a worker add up to its seconds since its first role, in any order of events. The seconds of a
+cause never decrease. This is pure: the caller reports events with their times, on any clock that never goes back. Some
+durations are known only at their end: the parts of a step, and an engine's pause for weights. No sum includes their
 seconds before that.
 """
 
@@ -16,19 +16,19 @@ from libra.plan.transition import Role
 from libra.records.causes import Cause
 
 Seconds = Mapping[str, Mapping[Cause, float]]
-"""Worker to cause to seconds; causes without seconds are left out."""
+"""Seconds by worker and cause. Causes without seconds are left out."""
 
 
 class Phase(Enum):
-    """The phase of the training side as a whole."""
+    """Phase of the training side as a whole."""
 
     OUTSIDE = auto()  # outside the training loop: measurement, evaluation
     WAITING = auto()  # for a batch
     STEPPING = auto()
     PUBLISHING = auto()
-    HELD = auto()  # a checkpoint is due, and a worker that joins or leaves holds the step boundary
+    HELD = auto()  # a checkpoint is due, but a worker that joins or leaves holds the step boundary
     CHECKPOINTING = auto()
-    AGAIN = auto()  # repeats steps that an interrupted run had made already
+    AGAIN = auto()  # repeats steps that an interrupted run had already made
 
 
 _TRAINER = {
@@ -53,20 +53,20 @@ class Part:
 
 @dataclass(slots=True)
 class _Device:
-    since: float  # start of the time with this cause
+    since: float  # start of the time that is not booked yet
     cause: Cause = Cause.IDLE
     role: Role = Role.IDLE
-    moving: bool = False  # between two roles
-    lost: bool = False  # and not replaced yet
-    turns: int = 0  # in its engine
-    tools: int = 0  # pending calls by episodes that it served last
+    moving: bool = False  # whether it is between two roles
+    lost: bool = False  # whether its process is lost and not replaced yet
+    turns: int = 0  # number of turns in its engine
+    tools: int = 0  # pending tool calls of episodes whose last turn it served
     loading: bool = False
     seconds: dict[Cause, float] = field(default_factory=dict)
 
 
 class DeviceTime:
-    """Seconds by worker and cause. `told` gets each settled span of time: worker, cause, start and end. The spans of a
-    worker are contiguous."""
+    """Seconds by worker and cause. `told` is called with each settled span of time: worker, cause, start and end. The
+    spans of a worker are contiguous."""
 
     def __init__(self, told: Callable[[str, Cause, float, float], None] = lambda *_: None) -> None:
         self._told = told
@@ -77,7 +77,7 @@ class DeviceTime:
         self._taken: dict[str, dict[Cause, float]] = {}
 
     def role(self, worker: str, role: Role, now: float) -> None:
-        """Set the role of a worker; its time begins with its first role."""
+        """Set the role of a worker. Its time begins with its first role."""
         device = self._devices.setdefault(worker, _Device(now))
         device.loading = False
         if role is Role.FAILED and device.role is Role.TRAIN and self._phase is Phase.STEPPING:
@@ -88,20 +88,20 @@ class DeviceTime:
         self._turn(worker, now)
 
     def turns(self, worker: str, change: int, now: float) -> int:
-        """Add `change` turns to an engine; returns their new number."""
+        """Add `change` turns to an engine; returns the new number."""
         device = self._devices[worker]
         device.turns += change
         self._turn(worker, now)
         return device.turns
 
     def tools(self, worker: str, change: int, now: float) -> None:
-        """Add `change` to the episodes that the worker served last and that wait for a tool."""
+        """Add `change` to the number of episodes that wait for a tool and whose last turn the worker served."""
         device = self._devices[worker]
         device.tools += change
         self._turn(worker, now)
 
     def load(self, worker: str, now: float) -> None:
-        """Note that an engine begins to take new weights; it first ends its current iteration."""
+        """Note that an engine begins to load new weights. It first ends its current iteration."""
         device = self._devices[worker]
         if device.role is Role.ROLLOUT and self._phase not in _UNPRODUCTIVE and not device.loading:
             self._book(worker, device.cause, now)
@@ -126,12 +126,12 @@ class DeviceTime:
     def stepped(self, parts: Mapping[str, Sequence[Part]], publish_seconds: float, now: float) -> None:
         """Note that a step is made, and that the publication of its weights begins. `parts` has the parts of each
         replica, in order from the step's start. The optimiser took the remaining seconds, except the last
-        `publish_seconds`, in which the new weights were written.
+        `publish_seconds`, which the writing of the new weights took.
         """
         for worker, device in self._devices.items():
             if device.role is Role.TRAIN and self._phase is Phase.STEPPING:
                 at = self._stepping_since
-                # A replica without parts has joined after the step began.
+                # A replica without parts joined after the step began.
                 for part in parts.get(worker, (Part(Cause.BOUNDARY, now - at),)):
                     at += part.seconds
                     self._book(worker, part.cause, min(at, now))
@@ -146,11 +146,11 @@ class DeviceTime:
             self._turn_all(now)
 
     def seconds(self, now: float) -> Seconds:
-        """Settled seconds by worker and cause."""
+        """Seconds by worker and cause that are settled."""
         return {worker: self._settled(device, now) for worker, device in self._devices.items()}
 
     def under_way(self) -> dict[str, tuple[int, int]]:
-        """Turns and pending tool calls of every engine."""
+        """Number of turns and of pending tool calls of every engine."""
         return {
             worker: (device.turns, device.tools)
             for worker, device in self._devices.items()
@@ -158,7 +158,7 @@ class DeviceTime:
         }
 
     def take(self, now: float) -> Seconds:
-        """Settle all time until now with its present cause, and return the seconds since the last call."""
+        """Settle all time until now under its present cause, and return the seconds since the last call."""
         gained: dict[str, dict[Cause, float]] = {}
         for worker, device in self._devices.items():
             self._book(worker, device.cause, now)
@@ -173,7 +173,7 @@ class DeviceTime:
             self._turn(worker, now)
 
     def _turn(self, worker: str, now: float) -> None:
-        """Update the cause of a worker's time; if it changes, book the time until now under the old cause."""
+        """Update the cause of a worker's time. If it changes, book the time until now under the old cause."""
         device = self._devices[worker]
         cause = self._cause(device)
         if cause is not device.cause and not device.loading:

@@ -1,7 +1,7 @@
-"""Writing the files of a run: a file is written completely or stays unchanged.
+"""Writes the files of a run. A file is written completely, or stays unchanged.
 
-A line of a `LineFile` is whole or absent: a line cut off by a kill or a full disk is dropped when the file is opened
-again, and readers skip it before that. A failed write raises `DiskError`, which names the file and the remedy.
+A line of a `LineFile` is whole or absent. If a kill or a full disk cuts a line off, it is dropped when the file is
+opened again, and readers skip it before that. A failed write raises `DiskError`, with the file and the remedy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from libra.config.input_file import read_input
 from libra.config.sealed_line import sealed
 
-_BLOCK = 1 << 16  # bytes read at a time when looking for the last newline
+_BLOCK = 1 << 16  # bytes that are read at a time to find the last newline
 _REMEDIES = {
     errno.ENOSPC: "free some space on its disk",
     errno.EDQUOT: "free some space, or raise the quota",
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 
 class DiskError(RuntimeError):
-    """A file of a run cannot be written. The message names it and the remedy."""
+    """A file of a run cannot be written. The message has the file and the remedy."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         remedy = _REMEDIES.get(error.errno or 0, "free some space on its disk, or make it writable")
@@ -32,13 +32,13 @@ class DiskError(RuntimeError):
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write or replace a file atomically: it has either its old or its new content. It is on disk when this returns.
-    Raises `DiskError`.
+    """Write or replace a file atomically: it has either its old or its new content. The new content is on disk when
+    this returns. Raises `DiskError`.
     """
     part = path.with_name(f"{path.name}.part")
     with writing(path):
         try:
-            part.unlink(missing_ok=True)  # the path may be a link, or another user's file
+            part.unlink(missing_ok=True)  # it may be a link, or another user's file
             with open(part, "xb") as file:
                 file.write(text.encode() if isinstance(text, str) else text)
                 file.flush()
@@ -59,9 +59,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class LineFile:
-    """Appends lines to `path`. Raises `DiskError` if that fails; earlier lines stay as they were.
+    """Appends lines to `path`. Raises `DiskError` if that fails, and leaves earlier lines unchanged.
 
-    A line survives the end of the process once `append` returns, and the end of the machine after the next `sync`.
+    A line survives a crash of the process once `append` returns, and a crash of the machine after the next `sync`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class LineFile:
         rest = memoryview(line + b"\n")
         size = len(rest)
         try:
-            while rest:  # near the end of a disk, a write may be partial
+            while rest:  # on a nearly full disk, a write may be partial
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             with writing(self.path):
@@ -94,7 +94,7 @@ class LineFile:
 
 
 class ChainedFile(LineFile):
-    """A `LineFile` of sealed lines that form a chain from the first line on."""
+    """A `LineFile` whose lines are sealed and form a chain from the first line on."""
 
     def __init__(self, path: Path) -> None:
         with writing(path):
@@ -110,13 +110,13 @@ class ChainedFile(LineFile):
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """All complete lines, without their newlines. Raises `OSError`, also if it is not a regular file."""
+    """All complete lines, without their newlines. Raises `OSError`, also if the path is not a regular file."""
     *lines, _interrupted = read_input(path).split(b"\n")
     return lines
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cut off an incomplete last line; no error if there is no file."""
+    """Remove an incomplete last line; no error if there is no file."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

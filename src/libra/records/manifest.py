@@ -1,7 +1,7 @@
-"""The manifest of a directory: length and SHA-256 of each of its files, written last.
+"""The manifest of a directory, with the length and SHA-256 of each of its files. It is written last.
 
-Invariant: the files of a directory that passes `check_manifest` are unchanged since they were sealed. The manifest is
-one JSON line with a checksum of its own, so a damaged manifest is detected.
+Invariant: if a directory passes `check_manifest`, its files are unchanged since they were sealed. The manifest is one
+JSON line with its own checksum, so that a damaged manifest is detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 20  # of a manifest
 
 
 class ManifestError(ValueError):
-    """A directory has changed since it was sealed. The message names the file and the fault."""
+    """A directory has changed since it was sealed. The message has the file and the fault."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder(_Manifest)
 
 
 def seal(directory: Path) -> None:
-    """Force the files of a directory to disk, read them back, and write its manifest; all of it is on disk when this
+    """Force the files of a directory to disk, read them back, and write its manifest. Everything is on disk when this
     returns. Raises `DiskError`."""
     with writing(directory):
         files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST)
@@ -47,8 +47,8 @@ def seal(directory: Path) -> None:
 
 
 def check_manifest(directory: Path, required: str, *, contents: bool = True) -> None:
-    """Compare the files with the manifest, which has to list `required`. Without `contents`, only lengths are compared,
-    and the contents of `required`. Raises `ManifestError`."""
+    """Compare the files with the manifest, which must list `required`. Without `contents`, compare only lengths, and
+    the contents of `required`. Raises `ManifestError`."""
     for name, entry in _read(directory, required).items():
         path = directory / name
         try:
@@ -92,7 +92,7 @@ def _read(directory: Path, required: str) -> dict[str, _Entry]:
 
 
 def _entry(path: Path, *, force: bool = False) -> _Entry:
-    """Length and digest of a file; `force` first writes its content to disk."""
+    """Length and digest of a file. With `force`, its content is first written to disk."""
     with open(path, "rb") as file:
         if force:
             os.fsync(file.fileno())

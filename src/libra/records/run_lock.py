@@ -1,7 +1,7 @@
 """The lock file of a run directory, and the process that holds it.
 
-Invariant: only the lock says whether the run is alive, since the system releases the lock when the process ends. The
-process id in the file only names the holder.
+Invariant: only the lock says whether the run is alive, since the system releases it when the process ends. The process
+id in the file only names the holder.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from libra.config.input_file import open_input
 
-LOCK = "lock"  # name of the file with the process id; the file stays when the run ends, and then means nothing
+LOCK = "lock"  # name of the file with the process id; after the run ends, the file stays without meaning
 
 
 def running_process(directory: Path) -> str | None:
-    """Id of the process that runs in this directory, or "unknown"; None if there is none."""
+    """Id of the process that runs in this directory, or "unknown"; None if no process does."""
     try:
         with open_input(directory / LOCK) as file:
             try:

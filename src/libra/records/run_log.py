@@ -1,7 +1,8 @@
 """A run directory as one value.
 
 Invariant: reading changes no file and hides no fault. A file that the run has not written is empty or None in the
-value. A file that breaks its schema is an error. A last line that a kill cut off is skipped, and its file is named.
+value. A file that breaks its schema is an error. A last line that a kill cut off is skipped, and `cut_off` names its
+file.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class RunLog:
     """Everything that a run recorded about itself."""
 
     name: str
-    config: Any  # JSON; None where the run wrote none
+    config: Any  # JSON; None if the run wrote none
     steps: tuple[StepRecord, ...]
     periods: tuple[PeriodRecord, ...]
-    decisions: tuple[DecisionRecord, ...]  # the latest record of each
+    decisions: tuple[DecisionRecord, ...]  # the latest record of each decision
     events: tuple[EventRecord, ...]  # in order of time
-    summary: RunSummary | None  # None: the run was interrupted, or is still running
-    cut_off: tuple[str, ...]  # files whose last line was never finished
+    summary: RunSummary | None  # None: the run was interrupted, or still runs
+    cut_off: tuple[str, ...]  # files whose last line is incomplete
 
     @property
     def taken(self) -> tuple[DecisionRecord, ...]:
@@ -55,8 +56,8 @@ class RunLog:
 
 
 def read_run(directory: Path) -> RunLog:
-    """Read the files of a run. Raises `FileNotFoundError` if there are none, `RecordFormatError` if a file breaks its
-    schema."""
+    """Read the files of a run. Raises `FileNotFoundError` if there are none, and `RecordFormatError` if a file breaks
+    its schema."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no such directory; give the directory that the run wrote to")
     cut_off: list[str] = []
@@ -68,7 +69,9 @@ def read_run(directory: Path) -> RunLog:
     summary = parse_record(RunSummary, read_input(summary_path), f"{summary_path}") if summary_path.exists() else None
     config = _read_json(config_path) if config_path.exists() else None
     if not (steps or events or summary or config):
-        raise FileNotFoundError(f"{directory}: holds no run: none of config.json, metrics.jsonl, events.jsonl is there")
+        raise FileNotFoundError(
+            f"{directory}: not the directory of a run: it has no config.json, metrics.jsonl or events.jsonl"
+        )
     return RunLog(
         name=summary.name if summary else directory.resolve().name,
         config=config,
@@ -82,7 +85,7 @@ def read_run(directory: Path) -> RunLog:
 
 
 def latest_words(decisions: Iterable[DecisionRecord]) -> tuple[DecisionRecord, ...]:
-    """The latest record of each decision: the log has a decision again once its outcome has been measured."""
+    """The latest record of each decision. A decision is in the log again once its outcome has been measured."""
     latest: dict[tuple[int, int, float], DecisionRecord] = {}
     for decision in decisions:
         latest[decision.period, decision.step, decision.time] = decision
@@ -90,8 +93,8 @@ def latest_words(decisions: Iterable[DecisionRecord]) -> tuple[DecisionRecord, .
 
 
 def prediction_error(periods: Iterable[PeriodRecord]) -> float | None:
-    """Mean absolute relative error of predicted step time over periods without a role change; None without such a
-    period.
+    """Mean absolute relative error of the predicted step time, over periods without a role change; None if there is no
+    such period.
     """
     errors = [abs(period.relative_error) for period in periods if not period.switching]
     return sum(errors) / len(errors) if errors else None
@@ -99,16 +102,16 @@ def prediction_error(periods: Iterable[PeriodRecord]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """The outcome of a taken decision while it was in force: until the next one, or the end of the run."""
+    """Outcome of a taken decision while it was in force, which is until the next one, or until the end of the run."""
 
     decision: DecisionRecord
-    steps: int  # in force
-    net_seconds: float | None  # estimated saving over these steps, net of the cost; None: not known
-    error_seconds: float | None  # error of `net_seconds`; None: not known
+    steps: int  # while it was in force
+    net_seconds: float | None  # estimated saving over these steps, minus the cost; None: unknown
+    error_seconds: float | None  # error of `net_seconds`; None: unknown
 
 
 def outcomes(log: RunLog) -> tuple[DecisionOutcome, ...]:
-    """One outcome for each taken decision, in order."""
+    """The outcome of each taken decision, in order."""
     last_step = max([step.step for step in log.steps] + [decision.step for decision in log.taken], default=0)
     ends = [decision.step for decision in log.taken[1:]] + [last_step]
     error = prediction_error(log.periods)
@@ -136,7 +139,7 @@ def _outcome(decision: DecisionRecord, steps: int, error: float | None) -> Decis
         return DecisionOutcome(decision, steps, net, decision.realised_interval * steps)
     if net is None or gain is None or after is None or error is None:
         return DecisionOutcome(decision, steps, net, None)
-    # Without corrected prices, the model prices the step of the old allocation, so the gain contains the model's whole
+    # Without corrected prices, the model prices the step of the old allocation, so the gain has the model's whole
     # error.
     return DecisionOutcome(decision, steps, net, error * (after + gain) * steps)
 

@@ -1,17 +1,17 @@
 """A run as a trace: role and work of each worker over time, and the number of running turns.
 
-Slices of a lane never overlap. Memory holds only the open role and the last end of each lane. A full file still gets
-the last role of each worker.
+Slices of a lane never overlap. Memory has only the open role and the last end of each lane. A full file still gets the
+last role of each worker.
 
-Groups, top to bottom; most have one lane per worker:
+The groups from top to bottom, most of them with one lane per worker:
 
-    - `roles`: and the trainer's steps
-    - `moves`: from one role to another, as a whole
+    - `roles`: roles of workers, and the trainer's steps
+    - `moves`: each move from one role to another
     - `where the time goes`: the causes of device time
     - `work`: batches, weight loads, joins
     - `running turns`: one counter per worker, since hundreds of turns overlap in an engine
     - `staleness`: of the trajectories of each step
-    - `lent devices`: if there are any
+    - `lent devices`: only if there are any
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _GROUPS = {
     _TURNS: "running turns",
     _STEPS: "staleness",
 }
-_MORE = 7  # group that a room draws
+_MORE = 7  # group for drawings of other packages
 _STEPS_LANE = "training steps"
 
-# Colour names of the viewers' palette. Waiting is pale there, too.
+# Colour names from the viewers' palette. Waiting is pale there, too.
 _ROLE_COLOURS = {
     Role.TRAIN: "thread_state_iowait",
     Role.ROLLOUT: "rail_response",
@@ -73,19 +73,19 @@ _CAUSE_COLOURS = {
 @dataclass(slots=True)
 class _Lane:
     tid: int
-    end: float = float("-inf")  # of its last slice
+    end: float = float("-inf")  # end of its last slice
 
 
 class Timeline:
-    """Writes trace events to `path` as they come. Times are seconds of one clock; methods are called from one thread.
+    """Writes trace events to `path` as they arrive. Times are seconds of one clock. All calls come from one thread.
 
-    `close` ends the open roles at the latest time that the timeline has seen.
+    `close` ends the open roles at the latest time of any event.
     """
 
     def __init__(self, path: Path, max_events: int = MAX_EVENTS) -> None:
         self._trace = TraceFile(path, max_events)
         self._lanes: dict[tuple[int, str], _Lane] = {}
-        self._open: dict[str, tuple[str, float]] = {}  # worker -> role, since when
+        self._open: dict[str, tuple[str, float]] = {}  # worker -> its role, and the start of the role
         self._turns: dict[str, int] = {}
         self._seen_roles: dict[str, None] = {}
         self._latest = 0.0
@@ -94,7 +94,7 @@ class Timeline:
 
     def role(self, worker: str, role: str, at: float) -> None:
         """Set the role of a worker from now on."""
-        role_of(role)  # refuses what is none
+        role_of(role)  # raises for an unknown role
         self._seen_roles.setdefault(role)
         if worker in self._open and self._open[worker][0] == role:
             return
@@ -106,17 +106,17 @@ class Timeline:
     def work(
         self, worker: str, name: str, start: float, end: float, details: Mapping[str, JsonValue] | None = None
     ) -> None:
-        """One batch, weight load or other piece of work of a worker.
+        """Add one batch, weight load or other piece of work of a worker.
 
         If it starts before the previous work ends, its start is moved to that end, since a viewer drops overlapping
-        slices; clocks of two processes never agree to the last microsecond.
+        slices. Clocks of two processes never agree to the last microsecond.
         """
         self._slice(_WORK, worker, name, start, end, details or {})
 
     def move(
         self, worker: str, name: str, start: float, end: float, details: Mapping[str, JsonValue] | None = None
     ) -> None:
-        """Add a worker's move, made or tried, from one role to another."""
+        """Add a move of a worker from one role to another, made or attempted."""
         self._slice(_MOVES, worker, name, start, end, details or {})
 
     def step(self, step: int, start: float, end: float, details: Mapping[str, JsonValue] | None = None) -> None:
@@ -137,12 +137,12 @@ class Timeline:
         self._trace.counter(_STEPS, "staleness", _microseconds(at), {"mean": mean, "max": largest})
 
     def lost(self, worker: str, at: float, text: str) -> None:
-        """Set a lost worker's role to `failed`, and mark the moment across all lanes."""
+        """Set a lost worker's role to `failed`, and mark this time across all lanes."""
         self.role(worker, "failed", at)
         self._instant(worker, f"lost: {text}", at, {}, "g")
 
     def turns(self, worker: str, running: int, at: float) -> None:
-        """Set the number of turns that run in an engine from now on; an unchanged number is not written."""
+        """Set the number of turns that run in an engine from now on. An unchanged number is not written."""
         if running < 0:
             raise ValueError(f"turns of {worker}: {running} cannot run")
         if self._turns.get(worker) == running:
@@ -152,11 +152,11 @@ class Timeline:
         self._trace.counter(_TURNS, worker, _microseconds(at), {"turns": running})
 
     def more(self, draw: Callable[[TraceFile, int], None]) -> None:
-        """Let a room draw its own group, with times of the timeline. Called once, at the end."""
+        """Have another package draw its own group, with times of the timeline. Called once, at the end."""
         draw(self._trace, _MORE)
 
     def close(self) -> None:
-        """End open roles and finish the file; closing twice does nothing."""
+        """End open roles and finish the file. A second call does nothing."""
         if self._trace.closed:
             return
         self._trace.room = max(self._trace.room, len(self._open))

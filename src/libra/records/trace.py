@@ -1,7 +1,7 @@
-"""Trace files that https://ui.perfetto.dev and chrome://tracing open (the Trace Event Format, as a JSON array).
+"""Trace files for https://ui.perfetto.dev and chrome://tracing (the Trace Event Format, as a JSON array).
 
-The file is readable at any moment, also after a kill. It holds at most `max_events` events, plus names. A full file
-ends with a note that later events are missing. Times are microseconds; the caller numbers and names groups and lanes.
+The file is readable at any moment, also after a kill. It has at most `max_events` events, plus names. A full file ends
+with a note that later events are missing. Times are in microseconds. The caller numbers and names groups and lanes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-MAX_EVENTS = 500_000  # about 60 MB of JSON, a size that viewers can still open
+MAX_EVENTS = 500_000  # about 60 MB of JSON, which viewers can still open
 
 JsonValue = str | int | float
 
@@ -25,7 +25,7 @@ class TraceFile:
         self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
         self._file.write("[")
         self._first = True
-        self.room = max_events  # number of events that still fit
+        self.room = max_events  # events that still fit
 
     def name_group(self, group: int, name: str, order: int) -> None:
         self._append({"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": name}})
@@ -45,14 +45,15 @@ class TraceFile:
         args: Mapping[str, Any],
         colour: str | None = None,
     ) -> None:
-        """Add a span of time. `colour` is a name of the viewers' palette. Viewers drop overlapping slices of a lane."""
+        """Add a span of time. `colour` is a name from the viewers' palette. Viewers drop overlapping slices of a
+        lane."""
         where = {"ph": "X", "pid": group, "tid": lane, "name": name, "ts": start, "dur": duration, "args": dict(args)}
         self._write(where if colour is None else {**where, "cname": colour})
 
     def instant(
         self, group: int, lane: int, name: str, at: float, args: Mapping[str, Any], scope: Literal["t", "p", "g"] = "t"
     ) -> None:
-        """Mark a moment of a lane ("t"), of a group ("p") or of the whole trace ("g")."""
+        """Mark a time in a lane ("t"), in a group ("p"), or in the whole trace ("g")."""
         self._write({"ph": "i", "s": scope, "pid": group, "tid": lane, "name": name, "ts": at, "args": dict(args)})
 
     def counter(self, group: int, name: str, at: float, values: Mapping[str, float]) -> None:
@@ -77,6 +78,6 @@ class TraceFile:
 
     def _append(self, event: dict[str, Any]) -> None:
         if self._file.closed:
-            raise ValueError("the trace is closed; nothing can be added to it")
+            raise ValueError("the trace is closed: add events before close")
         self._file.write(("\n" if self._first else ",\n") + json.dumps(event, separators=(",", ":"), allow_nan=False))
         self._first = False

@@ -76,7 +76,7 @@ def _trainer(steps: Sequence[SimulatedStep], scale: float) -> Lane:
 
 
 def _merged(spans: Sequence[EngineSpan]) -> list[EngineSpan]:
-    """At most `MAX_STEPS` spans: consecutive ones are added up."""
+    """At most `MAX_STEPS` spans; consecutive spans are added up."""
     size = -(-len(spans) // MAX_STEPS)
     groups = (spans[at : at + size] for at in range(0, len(spans), size))
     return [

@@ -80,7 +80,7 @@ def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
 
 
 def _stages_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis) -> Figure:
-    """All requests; colocated ones have no transfer."""
+    """Stages of all requests; requests of colocated engines have no transfer."""
     requests, rows = result.requests, transfers.row
     end = np.where(requests.finish < 0, result.end, requests.finish)
     pushed = transfers.network.push

@@ -1,9 +1,9 @@
 """Admission of groups under a bound on staleness: which groups may start, and which form the next batch.
 
-Invariant: at most `(1 + max_staleness) * groups_per_step` groups are in flight, that is, between their start and the
-publication of the version trained on them. A group started under version v is in the batch of version v + 1 +
-max_staleness at the latest. So no token is more than `max_staleness` versions older than the policy that trains on it.
-No group is discarded: the trainer waits instead. Both hold for whole batches, and for batches taken in parts as their
+Invariant: at most `(1 + max_staleness) * groups_per_step` groups are in flight, from their start to the publication of
+the version trained on them. A group started under version v is in the batch of version v + 1 + max_staleness at the
+latest. So no token is more than `max_staleness` versions older than the policy that trains on it. No group is
+discarded: the trainer waits instead. This is true for whole batches, and for batches that are taken in parts as their
 groups complete.
 """
 
@@ -32,9 +32,9 @@ class Admission(Generic[Episode]):
 
     def __init__(self, groups_per_step: int, group_size: int, max_staleness: int, version: int = 0) -> None:
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
-        self.published = version  # version that every engine holds
-        self.taken = version  # batches taken so far: the version in training, or the published one
-        self._parts = 0  # groups already taken of the next batch
+        self.published = version  # newest version that every engine has
+        self.taken = version  # number of batches taken: the version in training, or the published version
+        self._parts = 0  # groups of the next batch that have been taken
         self._groups: dict[str, _Group[Episode]] = {}  # ordered by start
         self._complete = 0  # number of complete groups in `_groups`
 
@@ -54,8 +54,8 @@ class Admission(Generic[Episode]):
         self._groups[group] = _Group(self.published, self.group_size, [])
 
     def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
-        """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Call this for the
-        oldest group first, and before a new group starts. Raises ValueError if the group is already too stale.
+        """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Add the oldest
+        group first, and all of them before a new group starts. Raises `ValueError` if the group is already too stale.
         """
         if started_at > self.published:
             raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
@@ -65,7 +65,7 @@ class Admission(Generic[Episode]):
             self.finish(group, episode)
         if not self._in_time([entry.started_at for entry in self._groups.values()], self.lacks):
             raise ValueError(
-                f"group {group} was started under version {started_at}: it is too old to be trained on within "
+                f"group {group} was started under version {started_at}: it is too old to train on within "
                 f"{self.max_staleness} versions"
             )
 
@@ -73,20 +73,20 @@ class Admission(Generic[Episode]):
         """Add one finished episode of the group."""
         entry = self._groups[group]
         if entry.complete:
-            raise ValueError(f"group {group} has its {self.group_size} episodes already")
+            raise ValueError(f"group {group} already has its {self.group_size} episodes")
         entry.episodes.append(episode)
         self._complete += entry.complete
 
     def ready(self) -> bool:
-        """Whether the next batch can be taken: enough groups are complete, including all groups that must be in this
+        """Whether the next batch can be taken, that is, enough groups are complete, including all that must be in this
         batch.
         """
         return self._choose() is not None
 
     def take(self) -> list[tuple[str, list[Episode]]]:
-        """Take the next batch. Raises ValueError if the batch is not `ready`, or partly taken already."""
+        """Take the next batch. Raises `ValueError` if the batch is not `ready`, or if parts of it have been taken."""
         if self._parts:
-            raise ValueError(f"{self._parts} groups of the next batch are already taken: continue with take_part")
+            raise ValueError(f"{self._parts} groups of the next batch have been taken already: continue with take_part")
         chosen = self._choose()
         if chosen is None:
             raise ValueError("the next batch is not complete")
@@ -95,19 +95,19 @@ class Admission(Generic[Episode]):
 
     @property
     def lacks(self) -> int:
-        """Groups that the next batch still lacks, 1 or more."""
+        """Number of groups that the next batch still needs, 1 or more."""
         return self.groups_per_step - self._parts
 
     def take_part(self, least: int = 1) -> list[tuple[str, list[Episode]]]:
         """Take complete groups of the next batch, oldest first: those that may be in it whenever the other groups
-        complete. Take none if there are fewer than `least` and the batch lacks more. With its last group the batch is
-        `taken`.
+        complete. Take none if there are fewer than `least` and the batch needs more. After its last group the batch
+        counts as `taken`.
         """
         least = min(least, self.lacks)
         if self._complete < least:
             return []
         chosen: list[str] = []
-        older: list[int] = []  # versions of incomplete groups; younger groups keep their place in the batches
+        older: list[int] = []  # versions of incomplete groups; younger groups must leave room for them
         for name, group in self._groups.items():
             if not group.complete:
                 older.append(group.started_at)
@@ -132,8 +132,8 @@ class Admission(Generic[Episode]):
         self.published = version
 
     def _choose(self) -> list[str] | None:
-        """The oldest complete groups; None if there are too few, or if later batches could not take all remaining
-        groups in time.
+        """The oldest complete groups; None if there are too few, or if later batches could not take all other groups in
+        time.
         """
         if self._complete < self.groups_per_step:
             return None
@@ -147,7 +147,7 @@ class Admission(Generic[Episode]):
         return [(group, self._groups.pop(group).episodes) for group in chosen]
 
     def _in_time(self, started: Sequence[int], room: int) -> bool:
-        """Whether groups started under the versions `started`, oldest first, can be trained on in time if the next
+        """Whether groups that started under the versions `started`, oldest first, can be trained on in time if the next
         batch has room for `room` groups. Only the oldest group of each batch needs a check.
         """
         if room and started and self.taken > started[0] + self.max_staleness:

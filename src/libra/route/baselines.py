@@ -1,6 +1,6 @@
-"""Rules that ignore buckets: round robin, least loaded, the less loaded of two, shortest remaining first.
+"""Rules that ignore buckets: round robin, least loaded, the less loaded of two, and shortest remaining first.
 
-Invariant: every rule sends a turn only to an instance that holds its context and one more turn.
+Invariant: every rule sends a turn only to an instance with room for its context and one more turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ROWS = 4_096
 
 @dataclass(slots=True)
 class _Home(Live):
-    position: int = 0  # last seen index of the instance in the fleet, tried first to avoid a search
+    position: int = 0  # last known index of the instance in the fleet, tried first to avoid a search
 
     def position_in(self, instances: Sequence[Instance]) -> int | None:
         if self.position < len(instances) and instances[self.position].id == self.instance:
@@ -33,7 +33,7 @@ class _Home(Live):
 
 class Baseline(StickyPolicy[_Home]):
     """Base of these rules: eligibility and prefix affinity. With `sticky`, a later turn goes to the instance of the
-    previous turn while this instance is present, holds the prefix and is eligible. `_choose` places all other turns.
+    previous turn if this instance is present, has the prefix and is eligible. `_choose` places all other turns.
     """
 
     BUCKETS = False
@@ -64,18 +64,18 @@ class Baseline(StickyPolicy[_Home]):
 
     @abstractmethod
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
-        """Position of an instance that holds `needed` tokens; None without such an instance."""
+        """Position of an instance with room for `needed` tokens; None if there is none."""
 
 
 class RoundRobin(Baseline):
-    """Each instance in turn, except instances that cannot hold the turn. O(1) if all can hold it."""
+    """The next instance in turn that has room for the turn. O(1) if all instances have room."""
 
     NAME = "round-robin"
     REASON = "next in turn"
 
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__(sticky=sticky)
-        self._next = 0  # position in a fleet, which may have shrunk since
+        self._next = 0  # position in the fleet, which may have shrunk since
 
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
         count = len(instances)
@@ -94,7 +94,7 @@ class RoundRobin(Baseline):
 
 
 class LeastLoaded(Baseline):
-    """The least loaded instance that can hold the turn, ties by id. O(instances)."""
+    """The least loaded instance with room for the turn, ties by id. O(instances)."""
 
     NAME = "least-loaded"
     REASON = "least loaded"
@@ -105,11 +105,11 @@ class LeastLoaded(Baseline):
 
 
 class TwoChoices(Baseline):
-    """The less loaded of two random instances that can hold the turn, ties by id.
+    """The less loaded of two random instances with room for the turn, ties by id.
 
     With n turns on n instances, the fullest instance has ln ln n / ln 2 + O(1) turns, exponentially fewer than with one
-    draw (Mitzenmacher 2001, "The power of two choices in randomized load balancing"). O(1) if all instances can hold
-    the turn. If a drawn instance cannot, both are drawn again from the eligible ones, so every eligible pair is equally
+    draw (Mitzenmacher 2001, "The power of two choices in randomized load balancing"). O(1) if all instances have room.
+    If a drawn instance has no room, both are drawn again from the eligible instances, so every eligible pair is equally
     likely.
     """
 
@@ -132,11 +132,11 @@ class TwoChoices(Baseline):
         return first if _load(instances[first]) < _load(instances[second]) else second
 
     def _draw(self, positions: Sequence[int]) -> Sequence[int]:
-        """Two different random positions; all positions if there are two or fewer."""
+        """Two different random positions; all positions if there are at most two."""
         count = len(positions)
         if count <= 2:
             return positions
-        # Among the methods, only `random` gives the same numbers in every version of Python.
+        # Of the generator's methods, only `random` returns the same numbers in every version of Python.
         first, second = int(self._random.random() * count), int(self._random.random() * (count - 1))
         return positions[first], positions[second + (second >= first)]
 
@@ -153,10 +153,10 @@ Row = tuple[str | None, ToolState | None]  # task (None: every task) and last to
 
 
 class RemainingTable:
-    """Mean remaining tokens by task and last tool state, generated and returned together.
+    """Mean remaining tokens, generated and returned together, by task and last tool state.
 
-    Without samples of the task in a state, the mean is over all tasks in this state, or else over all samples. The
-    least recently updated rows are evicted.
+    Without samples of the task in a state, the mean is over all tasks in this state; without these, over all samples.
+    The least recently updated rows are evicted.
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
@@ -200,10 +200,10 @@ def _moved(before: tuple[int, float], sample: int) -> tuple[int, float]:
 
 
 class ShortestRemaining(LeastLoaded):
-    """The `shortest-remaining-first` policy: the least loaded instance, and expected remaining tokens as priority.
+    """The `shortest-remaining-first` policy: the least loaded instance, with expected remaining tokens as priority.
 
-    The policy minimises the mean completion time if the expectation is right, at the expense of the longest
-    trajectories. Before any trajectory has finished, all turns have the same priority.
+    The policy minimises the mean completion time if the expectation is right, at the cost of the longest trajectories.
+    Before any trajectory has finished, all turns have the same priority.
     """
 
     NAME = "shortest-remaining-first"

@@ -1,7 +1,7 @@
 """Buckets: the bucket of a final context, the instance that serves a turn there, and rules that predict final contexts.
 
-Invariant: a turn goes only to an eligible instance, which holds its context and one more turn. The wanted bucket comes
-first, then the next longer bucket with an eligible instance, then the nearest shorter one.
+Invariant: a turn goes only to an eligible instance, one with room for its context and one more turn. The wanted bucket
+comes first, then the next longer bucket with an eligible instance, then the nearest shorter bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnReque
 
 
 def bucket_of(final_context: float, limits: Sequence[int]) -> int:
-    """The shortest bucket whose limit is `final_context` tokens or more; the last bucket if there is none."""
+    """The shortest bucket with a limit of at least `final_context` tokens; the last bucket if there is none."""
     return min(bisect_left(limits, final_context), len(limits) - 1)
 
 
@@ -27,7 +27,7 @@ def server(
     prefix_at: str | None,
     load: Callable[[Instance], float] = lambda instance: instance.load_tokens,
 ) -> Instance | None:
-    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None if no instance holds them. Within a
+    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None if no instance has room. Within a
     bucket, the instance with the prefix comes first, then the least loaded, ties by id. O(instances).
     """
     return min(
@@ -39,16 +39,16 @@ def server(
 
 @dataclass(slots=True)
 class _Live(Live):
-    final_context: int = 0  # tokens predicted at the first turn, or the attained tokens if more
+    final_context: int = 0  # tokens: the larger of the first turn's prediction and the attained context
 
 
 class Bucketed(StickyPolicy[_Live]):
     """Base of the rules that predict a final context once, before the first turn.
 
     A turn goes to the bucket of the predicted final context, or of the attained context if that is longer. So a
-    trajectory keeps its bucket until its context exceeds the limit, possibly in the middle of a turn, and then moves to
-    a longer bucket. With `sticky`, a turn goes to the instance of its bucket that holds its prefix, if any. Otherwise
-    it goes to the least loaded instance.
+    trajectory keeps its bucket until its context exceeds the limit, which may happen in the middle of a turn. Then it
+    moves to a longer bucket. With `sticky`, a turn goes to the instance of its bucket that has its prefix, if there is
+    one. Otherwise it goes to the least loaded instance.
     """
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
@@ -72,9 +72,9 @@ class Bucketed(StickyPolicy[_Live]):
     def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
         live.final_context = max(live.final_context, request.context_tokens + generated)
         wanted = bucket_of(live.final_context, fleet.limits)
-        # A turn with more than `turn_tokens` generated tokens still needs room for one more token.
+        # A turn that has generated more than `turn_tokens` tokens still needs room for one more token.
         needed = request.context_tokens + max(fleet.turn_tokens, generated + 1 if generated else 0)
-        # A turn in flight prefers its present instance within the bucket, with and without `sticky`.
+        # A turn in flight prefers its present instance within the bucket, whether `sticky` or not.
         follow = generated > 0 or (self._sticky and live.prefix_there)
         prefix_at = live.instance if follow else None
         chosen = server(fleet.instances, needed, wanted, prefix_at, self._load)
@@ -87,7 +87,7 @@ class Bucketed(StickyPolicy[_Live]):
         return self._goes(live, chosen, reason, self._priority(request, chosen), ask_again)
 
     def _load(self, instance: Instance) -> float:
-        """Load for comparing instances."""
+        """Load by which instances are compared."""
         return instance.load_tokens
 
     def _priority(self, request: TurnRequest, instance: Instance) -> int:
@@ -95,17 +95,17 @@ class Bucketed(StickyPolicy[_Live]):
 
     @abstractmethod
     def _expected(self, request: TurnRequest) -> int:
-        """Predicted final context in tokens, before the first turn; without evidence, 0 or the present context."""
+        """Final context in tokens, predicted before the first turn; without evidence, 0 or the present context."""
 
 
 def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | None:
-    """Number of generated tokens at which a turn no longer fits the bucket; None: it always fits."""
+    """Number of generated tokens at which a turn no longer fits the bucket; None if it always fits."""
     return None if bucket == len(limits) - 1 else limits[bucket] - context_tokens + 1
 
 
 class AttainedService(Bucketed):
-    """The `mlfq` policy: start in the shortest bucket that holds the prompt, and move to the next bucket each time the
-    context exceeds the limit, also in the middle of a turn.
+    """The `mlfq` policy: a trajectory starts in the shortest bucket for its prompt. Each time its context exceeds the
+    limit, also in the middle of a turn, it moves to the next bucket.
     """
 
     NAME = "mlfq"

@@ -1,6 +1,6 @@
-"""The routing policies by name.
+"""The routing policies, by name.
 
-Invariant: a name means one rule, also in snapshots.
+Invariant: each name is one rule, also in snapshots.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ POLICIES = tuple(_BY_NAME)
 
 
 def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
-    """A new, untrained policy. `sticky`: a later turn goes to the instance with its prefix if possible. `seed` is for
-    rules with random draws. Raises ValueError for a name that is not in `POLICIES`, and for `sticky` false with a
-    policy that always follows prefixes.
+    """Make a new, untrained policy. With `sticky`, a later turn goes to the instance with its prefix if possible.
+    `seed` is for rules with random draws. Raises `ValueError` for a name that is not in `POLICIES`, and for `sticky`
+    false with a policy that always follows prefixes.
     """
     kind = _kind(name)
     if issubclass(kind, TwoChoices):
@@ -52,12 +52,12 @@ def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
 
 
 def is_path(name: str) -> bool:
-    """Whether the name of a policy is path.py:Class."""
+    """Whether the name of a policy has the form path.py:Class."""
     return ".py:" in name
 
 
 def ignores_buckets(name: str) -> bool:
-    """Whether the policy of this name ignores buckets. False for the user's own class (path.py:Class), which may use
+    """Whether the policy with this name ignores buckets. False for a user's own class (path.py:Class), which may use
     them.
     """
     kind = _BY_NAME.get(name)
@@ -65,7 +65,7 @@ def ignores_buckets(name: str) -> bool:
 
 
 def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:
-    """The policy `name` in the state of `snapshot`. Raises ValueError like `policy_named`, and for a snapshot of
+    """Make the policy `name` in the state of `snapshot`. Raises `ValueError` like `policy_named`, and for a snapshot of
     another policy or format.
     """
     return _kind(name).restore(snapshot)
@@ -77,7 +77,7 @@ def _kind(name: str) -> type[LivePolicy[Any]]:
 
 
 def check_policy(name: str, known: Sequence[str] = POLICIES) -> None:
-    """Raise ValueError for a name that is not in `known`."""
+    """Raise `ValueError` for a name that is not in `known`."""
     if name not in known:
         close = nearest(name, known)
         raise ValueError(

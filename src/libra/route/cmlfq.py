@@ -1,8 +1,8 @@
 """C-MLFQ by expected cost: a turn goes to the instance with the least expected cost of serving the trajectory's
 remaining tokens.
 
-Invariant: no turn is placed on an instance that cannot hold its context and one more turn. A turn leaves the instance
-that holds its prefix only if it has outgrown the instance, or if the expected saving exceeds the price of the move.
+Invariant: no turn is placed on an instance without room for its context and one more turn. A turn leaves the instance
+with its prefix only if it has outgrown the instance, or if the expected saving exceeds the cost of the move.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PLACED = "least expected cost"
 BLIND = "no evidence: least loaded"
 BLIND_STAYS = "no evidence: holds the prefix"
 
-# A turn is placed again when its generated tokens exceed the trajectory's predicted tokens by this factor.
+# A turn is placed again when it has generated this factor times the tokens predicted for its trajectory.
 _SURPRISE = 2.0
 
 
 @dataclass(slots=True)
 class _Live(Live):
     recent: tuple[ToolState, ...] = ()  # latest tool returns
-    returns: int = 0  # number of tool returns so far
+    returns: int = 0  # number of tool returns
     returned: int = 0  # tokens returned by tools
 
 
@@ -42,17 +42,17 @@ class CMLFQ(LivePolicy[_Live]):
     """The `cmlfq` policy.
 
     The remaining tokens of a trajectory are predicted from its tool returns (`Hierarchy`) as a distribution. For each
-    bucket, the distribution gives the probability that the trajectory outgrows the bucket's instances, and the expected
-    tokens until then. The least loaded eligible instance of each bucket is an offer, and so is the instance that holds
-    the prefix. The cheapest offer wins. Its cost is the service on the instance, a later move, the service after it,
-    and the move now (`service_cost`).
+    bucket, the distribution determines the probability that the trajectory outgrows the bucket's instances, and the
+    expected tokens until then. The least loaded eligible instance of each bucket is an offer, and so is the instance
+    with the prefix. The cheapest offer wins. Its cost is the sum of the service on the instance, a later move, the
+    service after it, and the move now (`service_cost`).
 
-    A bucket groups the engines that a plan made for a range of lengths. The policy does not enforce its limit: a
-    trajectory goes to, and stays on, the instance expected to serve its remaining tokens soonest. The expectation uses
-    the instances' reported seconds or, without a report, their loads. So long trajectories gather on fast engines when
-    these are worth a move, no turn goes to a more crowded bucket, and an idle bucket serves turns planned for others.
-    Before any trajectory has finished, a turn stays with its prefix, or goes to the least loaded instance that can hold
-    it.
+    A bucket groups the engines that a plan made for a range of lengths. The policy does not enforce its limit. A
+    trajectory goes to, and stays on, the instance that is expected to serve its remaining tokens soonest. The
+    expectation uses the instances' reported seconds or, without a report, their loads. So long trajectories gather on
+    fast engines if these are worth a move. No turn goes to a more crowded bucket, and an idle bucket serves turns
+    planned for others. Before any trajectory has finished, a turn stays with its prefix, or goes to the least loaded
+    instance with room for it.
 
     `priority` is the slack in milliseconds: the due time of the group, 0 if unknown, minus the predicted service time
     of the remaining tokens. Among turns due at the same time, the turn with the longest remaining service comes first.
@@ -67,7 +67,7 @@ class CMLFQ(LivePolicy[_Live]):
         half_life: float = HALF_LIFE,
         max_contexts: int = MAX_CONTEXTS,
     ) -> None:
-        """Create an untrained policy. `half_life` is in trajectories; `max_contexts` bounds the memory; see
+        """Make an untrained policy. `half_life` is in trajectories; `max_contexts` bounds the memory. See
         `ReturnEvidence`.
         """
         super().__init__()
@@ -155,8 +155,8 @@ class CMLFQ(LivePolicy[_Live]):
         return self._goes(live, chosen.instance, reason, _slack(request, remaining, chosen.told_seconds), ask_again)
 
     def _turn_tokens(self, live: _Live, request: TurnRequest) -> float:
-        """Expected generated tokens of a turn of the trajectory: the mean of its own turns, blended with the mean of
-        all trajectories as the hierarchy blends contexts. 0 before any trajectory has finished.
+        """Expected generated tokens of a turn of this trajectory. Blends the mean of its own turns with that of all
+        trajectories, as the hierarchy blends contexts. 0 before any trajectory has finished.
         """
         usual = self._hierarchy.turn_tokens
         if not usual:
@@ -174,11 +174,11 @@ def _slack(request: TurnRequest, remaining: Remaining | None, token_seconds: flo
 
 
 def _ask_again(room: float, generated: int, remaining: Remaining | None) -> int | None:
-    """Generated tokens at which to place the turn again: when it exceeds the reach of its instance, or its prediction
-    by `_SURPRISE`.
+    """Generated tokens at which to place the turn again: when its context exceeds the reach of its instance, or when it
+    exceeds its prediction by the factor `_SURPRISE`.
 
-    The prediction grows with the generated tokens, and the next call comes at twice these tokens or later, so calls
-    are few. None if the context exceeds the reach already, since no better instance was available.
+    The prediction grows with the generated tokens, and the next call comes when they have at least doubled, so calls
+    are few. None if the context already exceeds the reach, since no better instance was available.
     """
     if room < 0:
         return None

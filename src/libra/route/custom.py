@@ -1,6 +1,6 @@
-"""The user's own routing policies, loaded from path.py:Class.
+"""A user's own routing policies, loaded from path.py:Class.
 
-Only a path from the command line or a request is imported, never a path from a plan or a log.
+Only a path from the command line or from a request is imported, never a path from a plan or a log.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _METHODS = ("place", "tool_returned", "bucket_overrun", "finished", "forget", "i
 
 
 class PolicyError(ValueError):
-    """The user's own policy failed. The message names the policy, the method and the error."""
+    """A user's own policy failed. The message names the policy, the method and the error."""
 
 
 class OwnPolicy:
-    """Wraps the user's own policy: errors name the policy, and an answer must be a placement or None. Other attributes,
+    """Wraps a user's own policy. Errors name the policy, and an answer must be a placement or None. Other attributes,
     such as `snapshot`, are passed through.
     """
 
@@ -48,7 +48,7 @@ class OwnPolicy:
         self._answer("instance_gone", instance)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # an incomplete copy has no policy yet
+        if attribute.startswith("_"):  # a copy that is being made has no policy yet
             raise AttributeError(attribute)
         return getattr(self._policy, attribute)
 
@@ -67,10 +67,10 @@ class OwnPolicy:
 
 
 def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
-    """A new policy from the catalogue, or from `path.py:Class`, whose class is called without arguments.
+    """Make a new policy from the catalogue, or from `path.py:Class`, whose class is called without arguments.
 
-    `sticky` and `seed` are for policies of the catalogue: see `policy_named`. A class that ignores buckets sets
-    `BUCKETS = False`. Raises ValueError with the reason.
+    `sticky` and `seed` apply to policies of the catalogue; see `policy_named`. A class that ignores buckets sets
+    `BUCKETS = False`. Raises `ValueError` with the reason.
     """
     if not is_path(name):
         return policy_named(name, sticky=sticky, seed=seed)
@@ -81,7 +81,7 @@ def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
         raise ValueError(f"policy is {name!r}: there is no file {path}; give path.py:Class")
     try:
         policy = _class_named(name)()
-    except Exception as error:  # noqa: BLE001 - the class is the user's own code: any failure is bad input
+    except Exception as error:  # noqa: BLE001 - the class is the user's code: any failure is bad input
         raise ValueError(f"policy is {name!r}: {type(error).__name__}: {error}") from None
     lacking = [method for method in _METHODS if not callable(getattr(policy, method, None))]
     if lacking:
@@ -93,23 +93,23 @@ def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
 
 @lru_cache
 def _class_named(name: str) -> Any:
-    """The class; the file is run only once."""
+    """The class of this name. Its file is run only once."""
     path, _, kind = name.rpartition(":")
     spec = spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None  # the name of a file named .py
+    assert spec is not None and spec.loader is not None  # true for any name that ends with .py
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, kind)
 
 
 def looks_at_buckets(policy: Policy) -> bool:
-    """Whether the policy uses buckets, and can therefore use engines of several sizes."""
+    """Whether the policy uses buckets, so that it can use engines of several sizes."""
     return getattr(policy, "BUCKETS", True) is not False
 
 
 def restore_policy(name: str, snapshot: dict[str, Any]) -> Policy:
-    """The policy `name` in the state of `snapshot`. Raises ValueError like `load_policy`, and for a snapshot of another
-    policy or format.
+    """Make the policy `name` in the state of `snapshot`. Raises `ValueError` like `load_policy`, and for a snapshot of
+    another policy or format.
     """
     if not is_path(name):
         return policy_restored(name, snapshot)

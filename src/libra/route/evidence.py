@@ -21,26 +21,26 @@ import numpy as np
 
 from libra.route.remaining import BINS, BINS_PER_OCTAVE, Histogram, bin_of
 
-Context = tuple[Hashable, ...]  # tuple of strings, numbers and such tuples
-Marks = dict[int, int]  # numbers by bin, of one context
+Context = tuple[Hashable, ...]  # of strings, numbers and tuples of them
+Marks = dict[int, int]  # number of marks by bin, for one context
 
 # A context takes 320 bytes for its histogram, and another 320 bytes for its name and its table entry.
 MAX_CONTEXTS = 65_536
-# In trajectories: the last two policy versions, at 512 trajectories per version.
+# In trajectories; covers the last two policy versions at 512 trajectories per version.
 HALF_LIFE = 1024.0
 
 _KEPT_VERSIONS = 64
 _COLUMNS = BINS + 1  # columns of the table: weights by bin, and their sum
-_REBASE = 64  # half-lives after which the stored weights are scaled down, since single precision ends at 2 ** 127
+_REBASE = 64  # half-lives after which stored weights are scaled down, since single precision ends at 2 ** 127
 
 
 class ReturnEvidence:
-    """Weights by context and bin. An addition makes a context the most recently used; the least recently used context
+    """Weights by context and bin. An addition makes a context the most recently used. The least recently used context
     is evicted first.
     """
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
-        """Create empty evidence; `half_life` is in trajectories."""
+        """Make empty evidence; `half_life` is in trajectories."""
         if not 0 < half_life < math.inf:
             raise ValueError(f"half_life is {half_life}; it is a number of trajectories, above 0 and finite")
         if max_contexts < 1:
@@ -48,15 +48,15 @@ class ReturnEvidence:
         self.half_life = half_life
         self.max_contexts = max_contexts
         self._clock = 0  # trajectories counted
-        # Clock at which additions are stored with their own weight; later additions are stored with larger weights.
+        # Clock at which additions are stored with their own weight. Later additions are stored with larger weights.
         self._base = 0
         self.fading = 1.0  # present weight of an addition stored with weight 1
-        self._versions: list[int] = []  # versions that were the newest one when first counted, in order
+        self._versions: list[int] = []  # versions that were the newest when first counted, in order
         self._since: list[int] = []  # clock at which each version was first counted
         # Least recently used first. A plain dict would scan all deleted entries to find its first entry.
         self._rows: OrderedDict[Context, int] = OrderedDict()
         self._taken: list[int] = []  # rows of evicted contexts, still to be zeroed
-        # Row 0 stays empty: contexts without evidence read it.
+        # Row 0 stays empty, for contexts without evidence.
         self._table: Histogram = np.zeros((1, _COLUMNS), np.float32)
 
     def __len__(self) -> int:
@@ -65,18 +65,18 @@ class ReturnEvidence:
 
     @property
     def trajectories(self) -> int:
-        """Trajectories counted so far, including forgotten ones."""
+        """Number of trajectories counted, including forgotten ones."""
         return self._clock
 
     def count(self, version: int, histograms: Mapping[Context, Mapping[int, float]]) -> None:
-        """Count one trajectory of this policy version: add the weights by bin to each context, in the given order."""
+        """Count one trajectory of this policy version: add weights by bin to each context, in the given order."""
         self._clock += 1
         if self._clock - self._base > _REBASE * self.half_life:
             self._table *= np.float32(2 ** ((self._base - self._clock) / self.half_life))
             self._base = self._clock
         self.fading = 2 ** ((self._base - self._clock) / self.half_life)
         stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
-        # By row, since a later context of the list may evict an earlier one and take its row.
+        # Keyed by row, since a later context may evict an earlier one and take its row.
         adding: dict[int, Mapping[int, float]] = {}
         rows, latest_used = self._rows, self._rows.move_to_end
         for context, weights in histograms.items():
@@ -106,12 +106,12 @@ class ReturnEvidence:
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram:
         """Stored weights by context and bin, with their sum in a last column. Multiply by `fading` for present weights.
-        Zeros for a context without evidence.
+        A context without evidence has zeros.
         """
         return self._table.take([*map(self._rows.get, contexts, repeat(0))], 0)
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as JSON values: weights as stored, by context in order of use."""
+        """The state as JSON values: weights as they are stored, by context in order of use."""
         contexts = []
         for context, row in self._rows.items():
             bins = np.flatnonzero(self._table[row])
@@ -133,12 +133,12 @@ class ReturnEvidence:
         evidence._clock, evidence._base, evidence.fading = snapshot["clock"], snapshot["base"], snapshot["fading"]
         evidence._versions, evidence._since = list(snapshot["versions"]), list(snapshot["since"])
         for context, bins, weights in snapshot["contexts"]:
-            row = evidence._new_row(as_context(context))  # makes the table larger
+            row = evidence._new_row(as_context(context))  # may enlarge the table
             evidence._table[row, bins] = weights
         return evidence
 
     def _standing(self, version: int) -> int:
-        """Clock value from which a trajectory of this version ages."""
+        """Clock value from which trajectories of this version lose weight."""
         if not self._versions or version > self._versions[-1]:
             self._versions.append(version)
             self._since.append(self._clock)
@@ -148,8 +148,8 @@ class ReturnEvidence:
         return self._clock if newer == len(self._versions) else self._since[newer]
 
     def _new_row(self, context: Context) -> int:
-        """Assign a row to a new context: an empty row, or the row of an evicted context, which becomes `_taken`. The
-        context becomes the most recently used.
+        """Assign a row to a new context: an empty row, or that of an evicted context, which is then listed in `_taken`.
+        The context becomes the most recently used.
         """
         rows = self._rows
         if len(rows) < self.max_contexts:
@@ -178,9 +178,8 @@ class _Place:
 class Running:
     """Counts of running trajectories by context and bin. Memory is proportional to the running trajectories.
 
-    A trajectory marks each of its contexts with one bin: the first bin of the octave of its tokens so far. Its end
-    removes the marks, and a context without marks is dropped. With octaves, a mark is still a lower bound and rarely
-    moves.
+    A trajectory marks each of its contexts with one bin, the first bin of the octave of its present tokens. Its end
+    removes the marks, and a context without marks is dropped. Octaves keep a mark a lower bound, and it rarely moves.
     """
 
     def __init__(self) -> None:
@@ -188,7 +187,7 @@ class Running:
         self._marks: dict[Context, Marks] = {}
 
     def start(self, trajectory_id: str, contexts: Iterable[Context], bin_: int = 0) -> None:
-        """Add a running trajectory with the contexts of its start."""
+        """Add a running trajectory with the contexts at its start."""
         own = tuple(contexts)
         marks = [self._marks.setdefault(context, {}) for context in own]
         for mark in marks:
@@ -196,7 +195,7 @@ class Running:
         self._places[trajectory_id] = _Place(own, marks, bin_)
 
     def reached(self, trajectory_id: str, tokens: int) -> None:
-        """Record that a trajectory has `tokens` tokens, generated and returned. Ignored if it is not running, or if it
+        """Record that a trajectory has `tokens` generated and returned tokens. Ignored if it is not running, or if it
         already had more.
         """
         place = self._places.get(trajectory_id)
@@ -250,5 +249,5 @@ def _unmark(marks: Marks, bin_: int) -> None:
 
 
 def as_context(values: Iterable[Any]) -> Context:
-    """A context from its lists in JSON."""
+    """A context from its JSON lists."""
     return tuple(as_context(value) if isinstance(value, (list, tuple)) else value for value in values)

@@ -1,6 +1,7 @@
-"""Rules that predict the final context from the prompt: by the rank of its length, and by ridge regression.
+"""Rules that predict the final context from the prompt: by the rank of its length, or by ridge regression.
 
-Both weights decay exponentially: a trajectory weighs `2 ** (-n / HALF_LIFE)` if n others have finished later.
+In both rules, weights decay exponentially: a trajectory weighs `2 ** (-n / HALF_LIFE)` once n others have finished
+later.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from libra.route.tool_state import require_finished
 from libra.trajectory import Trajectory
 
 HALF_LIFE = 256.0  # in trajectories, as in the length tracker
-KEPT = 1_024  # four half-lives: dropped trajectories weigh a sixteenth or less
+KEPT = 1_024  # four half-lives, after which trajectories weigh a sixteenth or less
 
-PENALTY = 1.0  # penalty on a squared coefficient, equal to one trajectory that has the feature and target 0
-TASKS = 32  # tasks are distinguished by their hash modulo this
+PENALTY = 1.0  # on a squared coefficient; as much as one trajectory with this feature and target 0
+TASKS = 32  # tasks are distinguished by their hash modulo this number
 FEATURES = 5 + TASKS
-MAX_PROMPTS = 65_536  # number of prompts whose earlier samples are stored
+MAX_PROMPTS = 65_536  # prompts whose earlier samples are stored
 
-_LOG_LIMIT = 40.0  # exp(40) K tokens: longer than any bucket, and still valid as an integer
+_LOG_LIMIT = 40.0  # exp(40) K tokens, longer than any bucket and still a valid integer
 
 Array = NDArray[np.float64]
 
@@ -34,7 +35,7 @@ Array = NDArray[np.float64]
 class QuantileMatch:
     """Maps a prompt length to the final context of the same rank among the latest trajectories.
 
-    A trajectory weighs `2 ** (-n / half_life)` if n others have finished later; only the latest `kept` are kept.
+    A trajectory weighs `2 ** (-n / half_life)` once n others have finished later. Only the latest `kept` are stored.
     """
 
     def __init__(self, kept: int = KEPT, half_life: float = HALF_LIFE, pairs: Iterable[tuple[int, int]] = ()) -> None:
@@ -51,7 +52,7 @@ class QuantileMatch:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Prompt and final context of each kept trajectory, oldest first."""
+        """Prompt and final context of each stored trajectory, oldest first."""
         return [(int(prompt), int(final)) for prompt, final in self._kept()]
 
     def add(self, prompt_tokens: int, final_context: int) -> None:
@@ -60,11 +61,11 @@ class QuantileMatch:
         self._sorted = None
 
     def match(self, prompt_tokens: int) -> int | None:
-        """Final context in tokens; None before any trajectory.
+        """Final context in tokens for a prompt of this length; None before any trajectory.
 
         The rank of a prompt is the share of shorter prompts plus half the share of equal ones. So if all prompts are
-        equally long, every match is the median. The match is the smallest final context that at least this share of
-        trajectories does not exceed. O(log kept), and O(kept log kept) the first time after an `add`.
+        equally long, every match is the median. The match is the smallest final context with at least this share of
+        trajectories at or below it. O(log kept), and O(kept log kept) for the first call after an `add`.
         """
         if not self._added:
             return None
@@ -80,8 +81,8 @@ class QuantileMatch:
         return np.concatenate([self._ring[oldest : self._added], self._ring[:oldest]])
 
     def _sort(self) -> tuple[Array, Array, Array, Array]:
-        """Sorted prompts with the weight before each, the total weight, and sorted final contexts with the weight up to
-        each.
+        """Sorted prompts with the weight before each and the total weight, and sorted final contexts with the weight up
+        to each.
         """
         prompts, finals = self._kept().T
         weights = 2.0 ** (-np.arange(len(prompts))[::-1] / self._half_life)
@@ -93,8 +94,8 @@ class QuantileMatch:
 class LengthByPrompt(Bucketed):
     """The `length-by-prompt` policy: `QuantileMatch` predicts the final context at the first turn.
 
-    The final context of a trajectory is the most tokens that it ever held. Before any has finished, the prediction is
-    the prompt itself.
+    The final context of a trajectory is its largest context. Before any trajectory has finished, the prediction is the
+    prompt itself.
     """
 
     NAME = "length-by-prompt"
@@ -121,7 +122,7 @@ class LengthByPrompt(Bucketed):
 
 
 class Ridge:
-    """Least squares with exponential forgetting and a penalty on all coefficients but the first, the intercept.
+    """Least squares with exponential forgetting, and a penalty on all coefficients except the first, the intercept.
 
     The normal equations are stored, not their inverse. Each `add` multiplies them by `decay` and adds a sample, in
     O(features^2). So the penalty does not fade, as it would in a recursively updated inverse. `coefficients` solves
@@ -142,7 +143,7 @@ class Ridge:
         self._solution: Array | None = None
 
     def add(self, x: Array, y: float) -> None:
-        """Add one sample; `x[0]` is 1."""
+        """Add one sample; `x[0]` must be 1."""
         self._square *= self._decay
         self._square += np.outer(x, x)
         self._product *= self._decay
@@ -164,8 +165,9 @@ class Ridge:
 
 
 def features(prompt_tokens: int, task: str, earlier: float | None) -> Array:
-    """Features of a prompt: 1, the log of its length and the square of this log, whether it has earlier samples, their
-    mean log final context (0 without samples), and its task. Logs are natural, of K tokens (1,024); "" is no task.
+    """Features of a prompt: 1, the log of its length, the square of this log, whether it has earlier samples, their
+    mean log final context (0 without samples), and its task. Logs are natural, of K tokens (1,024). An empty `task`
+    means no task.
     """
     x = np.zeros(FEATURES)
     length = log_k(prompt_tokens)
@@ -178,16 +180,16 @@ def features(prompt_tokens: int, task: str, earlier: float | None) -> Array:
 
 
 def log_k(tokens: int) -> float:
-    """Natural log of a length in K tokens (1,024); 0 tokens count as 1."""
+    """Natural log of a length in K tokens (1,024). 0 tokens count as 1."""
     return math.log(max(1, tokens) / 1_024)
 
 
 class LengthPredictor(Bucketed):
     """The `length-predictor` policy: predicts the final context once, at the first turn.
 
-    The policy stands for predictors that read the prompt (embeddings), but uses only the `features` that token counts
-    give. The exponential of the predicted log is the median of a log-normal length. The final context of a trajectory
-    is its largest context. Before any trajectory has finished, the prediction is the prompt's length.
+    The policy represents predictors that read the prompt (embeddings), but uses only `features` from token counts. The
+    exponential of the predicted log is the median of a log-normal length. The final context of a trajectory is its
+    largest context. Before any trajectory has finished, the prediction is the prompt's length.
     """
 
     NAME = "length-predictor"
@@ -196,16 +198,16 @@ class LengthPredictor(Bucketed):
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__(sticky=sticky)
         self._ridge = Ridge(FEATURES, PENALTY, 2 ** (-1 / HALF_LIFE))
-        # Finished samples and the sum of their logs, last updated last.
+        # For each prompt: number of finished samples, and the sum of their logs. The last updated prompt is last.
         self._prompts: dict[str, tuple[int, float]] = {}
         # Features at the first placement of a live trajectory. Features at its end would include samples of its group
-        # that ran at the same time, which a prediction never has.
+        # that ran at the same time, which a prediction never sees.
         self._asked: dict[str, tuple[int, str, float | None]] = {}
 
     def finished(self, trajectory: Trajectory) -> None:
         require_finished(trajectory)
         known = self._asked.get(trajectory.id)
-        if known is None:  # the trajectory was read from a log
+        if known is None:  # the trajectory is from a log
             known = trajectory.prompt_tokens, trajectory.task, self._earlier(trajectory.prompt_id)
         length = log_k(trajectory.peak_context)
         self._ridge.add(features(*known), length)

@@ -1,9 +1,9 @@
 """Estimates of a trajectory's remaining tokens, blended from general to specific contexts.
 
-Invariant: an estimate is a mixture of the histograms of the trajectory's contexts. A context of n trajectories weighs n
-/ (n + `SHRINKAGE`) against the more general contexts. So one old sample never decides, and a context without evidence
-has no weight. A trajectory's visits to a context are similar, so they share a total weight of 1. The two most specific
-contexts are earlier samples of the same prompt.
+Invariant: an estimate is a mixture of the histograms of the trajectory's contexts. A context with n trajectories has
+the weight n / (n + `SHRINKAGE`) relative to the more general contexts. So one old sample never decides, and a context
+without evidence has no weight. A trajectory's visits to a context are similar, so they share a total weight of 1. The
+two most specific contexts contain earlier samples of the same prompt.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from libra.trajectory import Trajectory
 # Number of trajectories at which a context weighs as much as all more general contexts together.
 SHRINKAGE = 4.0
 
-RECENT = 3  # latest tool-return states that contexts use
+RECENT = 3  # latest tool returns that contexts use
 
 _ALONE: tuple[Mapping[int, float], ...] = tuple({bin_: 1.0} for bin_ in range(BINS))  # all weight in one bin
 
-_FIRST_OF_A_RETURN = 2  # contexts before this one hold for the whole trajectory, later ones for one moment
+_FIRST_OF_A_RETURN = 2  # index of the first context that changes with each return; earlier ones are constant
 
 
 def contexts_of(
     prompt_id: str, task: str, recent: tuple[ToolState, ...], returns: int, context_tokens: int
 ) -> tuple[Context, ...]:
-    """Contexts of a trajectory after `returns` tool returns, general contexts first; `recent` are the last three
+    """Contexts of a trajectory after `returns` tool returns, general contexts first. `recent` are the last three
     returns.
 
     Numbers of returns and context tokens are rounded to octaves, the finest resolution that few samples support.
@@ -55,25 +55,26 @@ def contexts_of(
 
 
 class Hierarchy:
-    """Evidence from finished trajectories, with running ones as lower bounds, and its estimates.
+    """Evidence from finished trajectories, lower bounds from running ones, and the resulting estimates.
 
-    Running trajectories count in estimates before the first tool return. There they matter most: the samples of a
-    prompt start together, and the short samples finish first. Estimates after a return use only finished trajectories.
+    Running trajectories count in estimates before the first tool return. At that point they matter most, since the
+    samples of a prompt start together, and the short samples finish first. Estimates after a return use only finished
+    trajectories.
     """
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
-        """Create an empty hierarchy. `half_life` is in trajectories; see `ReturnEvidence`."""
+        """Make an empty hierarchy. `half_life` is in trajectories; see `ReturnEvidence`."""
         self._evidence = ReturnEvidence(half_life, max_contexts)
         self._running = Running()
-        self._turns = self._generated = 0.0  # mean over all trajectories, with weights that decay in order of arrival
+        self._turns = self._generated = 0.0  # sums over all trajectories, with weights that decay in order of arrival
 
     @property
     def turn_tokens(self) -> float:
-        """Mean tokens generated in a turn; 0 before any trajectory has finished."""
+        """Mean generated tokens of a turn; 0 before any trajectory has finished."""
         return self._generated / self._turns if self._turns else 0.0
 
     def learn(self, trajectory: Trajectory) -> None:
-        """Count a finished trajectory at its start and after each tool return; O(turns)."""
+        """Learn from a finished trajectory, at its start and after each tool return. O(turns)."""
         require_finished(trajectory)
         self._running.end(trajectory.id)
         kept = 2 ** (-1 / self._evidence.half_life)
@@ -86,7 +87,7 @@ class Hierarchy:
                 visits[context].append(bin_)
         self._evidence.count(
             trajectory.policy_version,
-            # Reversed, so that general contexts are evicted last. Most contexts are visited once.
+            # Reversed, so that general contexts are evicted last. Most contexts have one visit.
             {
                 context: _ALONE[bins[0]] if len(bins) == 1 else _shares(bins)
                 for context, bins in reversed(visits.items())
@@ -94,12 +95,12 @@ class Hierarchy:
         )
 
     def started(self, request: TurnRequest) -> None:
-        """Add a running trajectory by its first request."""
+        """Add a running trajectory, from its first request."""
         contexts = contexts_of(request.prompt_id, request.task, (), 0, request.context_tokens)
         self._running.start(request.trajectory_id, contexts[_FIRST_OF_A_RETURN:])
 
     def reached(self, request: TurnRequest, generated_tokens: int = 0) -> None:
-        """Record that a running trajectory has reached the context of `request` plus `generated_tokens`."""
+        """Record that a running trajectory has the context of `request` plus `generated_tokens` tokens."""
         tokens = request.context_tokens + generated_tokens - request.prompt_tokens
         self._running.reached(request.trajectory_id, max(0, tokens))
 
@@ -108,13 +109,11 @@ class Hierarchy:
         self._running.end(trajectory_id)
 
     def predict(self, request: TurnRequest, states: Sequence[ToolState]) -> Remaining | None:
-        """Remaining tokens of a trajectory with the tool returns `states` so far; None before any trajectory has
-        finished.
-        """
+        """Remaining tokens of a trajectory after the tool returns `states`; None before any trajectory has finished."""
         return self.predict_recent(request, tuple(states[-RECENT:]), len(states))
 
     def predict_recent(self, request: TurnRequest, recent: tuple[ToolState, ...], returns: int) -> Remaining | None:
-        """`predict` from the latest `RECENT` states and the number of all states."""
+        """Like `predict`, from the latest `RECENT` states and the number of all states."""
         if not self._evidence.trajectories:
             return None
         contexts = contexts_of(request.prompt_id, request.task, recent, returns, request.context_tokens)
@@ -122,7 +121,7 @@ class Hierarchy:
         fading = self._evidence.fading
         weights = finished[:, BINS].tolist()
         running = None if returns else self._running.histograms(contexts)
-        if running is None:  # only shares matter, so the common factor `fading` is left out
+        if running is None:  # only shares matter, so the common factor `fading` cancels
             return Remaining(_mixture(weights, fading).dot(finished)[:BINS])
         started = running.sum(axis=1).tolist()
         parts = _mixture([weight * fading + more for weight, more in zip(weights, started, strict=True)])
@@ -147,7 +146,7 @@ class Hierarchy:
 
 
 def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]]:
-    """Contexts at the start and after each tool return, with the remaining tokens at that point."""
+    """Contexts at the start and after each tool return, with the tokens that remained then."""
     starts = trajectory.contexts()
     recent: tuple[ToolState, ...] = ()
     for returns, (number, state, remaining) in enumerate(remainders(trajectory)):
@@ -169,11 +168,11 @@ def _shares(bins: Sequence[int]) -> Mapping[int, float]:
 
 
 def _mixture(weights: Sequence[float], fading: float = 1.0) -> Histogram:
-    """Weight of one unit of evidence of each context in the estimate, in the order of `contexts_of`.
+    """Weight in the estimate of one unit of evidence of each context, in the order of `contexts_of`.
 
-    A context of count n takes the share n / (n + `SHRINKAGE`) of the weight that reaches it, so each unit of its
-    evidence gets 1 / (n + `SHRINKAGE`). The remaining weight goes to the more general contexts, in equal parts if there
-    are two. A count is an element of `weights` times `fading`.
+    A context with count n takes the share n / (n + `SHRINKAGE`) of the weight that reaches it. So each unit of its
+    evidence gets 1 / (n + `SHRINKAGE`) of this weight. The rest of the weight goes to the more general contexts, in
+    equal parts if there are two. A count is an element of `weights` times `fading`.
     """
     everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = weights
     of_prompt_two = 1 / (prompt_two * fading + SHRINKAGE)

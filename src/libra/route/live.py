@@ -17,7 +17,7 @@ FORMAT = 2  # format number of snapshots
 class Live:
     """State of a trajectory between its turns."""
 
-    instance: str | None = None  # instance that served the latest turn; None: no instance could hold a turn of it yet
+    instance: str | None = None  # instance of the latest turn; None: no turn has been placed yet
     prefix_there: bool = False  # whether this instance is still present
 
 
@@ -101,11 +101,11 @@ class LivePolicy(Policy, Generic[L]):
 
 
 class StickyPolicy(LivePolicy[L]):
-    """A rule with optional prefix affinity: with `sticky`, a later turn goes to the instance with its prefix if
-    possible. A rule with state beyond that of its trajectories saves and restores it in `_rule` and `_resume_rule`.
+    """A rule with optional prefix affinity. With `sticky`, a later turn goes to the instance with its prefix if
+    possible. A rule with state beyond that of its trajectories saves it in `_rule` and restores it in `_resume_rule`.
     """
 
-    REASON: ClassVar[str]  # reason of a placement that follows no prefix
+    REASON: ClassVar[str]  # reason of a placement that does not follow a prefix
 
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Total and least loads of a fleet's instances, from a scan or from an index that follows changes.
+"""Total and least loads of a fleet's instances, from a scan or from an index that is updated with each change.
 
 Invariant: an `IndexedFleet` always returns the same loads as a scan of its instances.
 """
@@ -15,20 +15,20 @@ from libra.route.policy import Fleet, Instance
 
 Kind = tuple[int, int, bool]  # bucket, class of pace, and whether the instance is lent
 
-_STALE = 4  # average number of heap entries per instance above which a heap is rebuilt
+_STALE = 4  # mean number of heap entries per instance above which a heap is rebuilt
 
 
 @dataclass(slots=True)
 class Loads:
-    """Loads of the instances that hold some number of tokens."""
+    """Loads of the instances with room for some number of tokens."""
 
     instances: int = 0  # number of these instances
-    tokens: int = 0  # tokens of work of all these instances
+    tokens: int = 0  # tokens of work on all these instances
     # Least loaded instance of each kind; ties by id.
     least: dict[Kind, tuple[int, Instance]] = field(default_factory=dict)
 
     def offer(self, kind: Kind, load: int, instance: Instance) -> None:
-        """Keep the instance if it is the least loaded of its kind so far."""
+        """Keep the instance if it is the least loaded of its kind seen until now."""
         least = self.least.get(kind)
         if least is None or load < least[0] or (load == least[0] and instance.id < least[1].id):
             self.least[kind] = load, instance
@@ -45,7 +45,7 @@ class Loads:
 
 
 def loads_of(fleet: Fleet, needed: int) -> Loads:
-    """Loads of the instances that hold `needed` tokens. O(instances), unless the fleet is indexed."""
+    """Loads of the instances with room for `needed` tokens. O(instances), unless the fleet is indexed."""
     return fleet.loads(needed) if isinstance(fleet, IndexedFleet) else _looked_at(fleet.instances, needed)
 
 
@@ -68,11 +68,11 @@ def _looked_at(instances: Iterable[Instance], needed: int) -> Loads:
 
 
 class WatchedInstance(Instance, Protocol):
-    """An `Instance` that may report changes of its load."""
+    """An `Instance` that may be able to report changes of its load."""
 
     def watch(self, changed: Callable[[], object]) -> bool:
-        """Call `changed` on every change of the load from now on, instead of an earlier callback. False: the caller
-        must read the instance each time, since it cannot report changes, or its `recall_rate` may be above 0.
+        """Call `changed` on every change of the load from now on, instead of an earlier callback. Returns False if
+        callers must read the instance each time: it cannot report changes, or its `recall_rate` may be above 0.
         """
 
 
@@ -82,8 +82,8 @@ W = TypeVar("W", bound=WatchedInstance)
 class IndexedFleet(Generic[W]):
     """A `Fleet` that finds the least loaded instances without reading all of them.
 
-    Capacities, buckets and classes of its instances must not change; after a change, make a new fleet. The first call
-    of `loads` or `instance` builds the index.
+    Capacities, buckets and classes of its instances must not change; make a new fleet instead. The first call of
+    `loads` or `instance` builds the index.
     """
 
     __slots__ = ("_by_id", "_changed", "_groups", "_unwatched", "instances", "limits", "turn_tokens")
@@ -93,8 +93,8 @@ class IndexedFleet(Generic[W]):
         self.limits = limits
         self.turn_tokens = turn_tokens
         self._by_id: dict[str, W] = {}
-        self._groups: dict[tuple[int, int, int], _Group] = {}  # watched instances by bucket, class and capacity
-        self._unwatched: list[W] = []  # instances read each time; there are few
+        self._groups: dict[tuple[int, int, int], _Group] = {}  # watched instances, by bucket, class and capacity
+        self._unwatched: list[W] = []  # the few instances that must be read each time
         self._changed: set[str] = set()  # ids of instances whose loads have changed since the last `loads`
 
     def instance(self, id: str) -> W | None:
@@ -103,8 +103,8 @@ class IndexedFleet(Generic[W]):
         return self._by_id.get(id)
 
     def loads(self, needed: int) -> Loads:
-        """Loads of the instances that hold `needed` tokens. O(log instances) for each whose load has changed, and O(1)
-        for each bucket, class and capacity."""
+        """Loads of the instances with room for `needed` tokens. O(log instances) for each changed load, and O(1) for
+        each bucket, class and capacity."""
         self._index()
         for id in self._changed:
             instance = self._by_id[id]

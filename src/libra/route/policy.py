@@ -1,7 +1,7 @@
 """The protocol of routing policies: their inputs and answers.
 
-Invariant: a call carries the whole present state (the request and the healthy instances); an answer names one instance
-and the reason for it. A policy learns about the past only from these calls, in their order. Lengths and loads are
+Invariant: a call has the whole present state, the request and the healthy instances. An answer names one instance and
+the reason for it. A policy learns about the past only from these calls, in their order. Lengths and loads are in
 tokens.
 """
 
@@ -16,7 +16,7 @@ from libra.trajectory import ToolStatus, Trajectory
 
 
 class Instance(Protocol):
-    """The properties of a healthy engine instance that policies may read."""
+    """Properties of a healthy engine instance that policies may read."""
 
     @property
     def id(self) -> str:
@@ -36,35 +36,36 @@ class Instance(Protocol):
 
     @property
     def load_tokens(self) -> int:
-        """Accepted and unfinished tokens of work."""
+        """Tokens of accepted work that is not finished."""
 
     @property
     def token_seconds(self) -> float | None:
         """Seconds to generate one token of one more sequence, in addition to all accepted work; sequences that do not
-        fit together alternate. For a lent instance, at its granted share of time. None: unknown.
+        fit into memory together alternate. For a lent instance, at its granted share of time. None: unknown.
         """
 
     @property
     def recall_rate(self) -> float:
-        """Expected recalls per second by the lender; a recall moves the turns to other instances. 0: not lent."""
+        """Recalls per second that are expected from the lender; a recall moves the turns to other instances. 0: not
+        lent."""
 
     @property
     def prompt_wait_seconds(self) -> float:
-        """Seconds until another engine has computed a turn's prompt and this instance can generate. 0 if this instance
-        computes prompts itself, since its load includes them.
+        """Seconds until another engine has computed a turn's prompt, so that this instance can generate. 0 if this
+        instance computes prompts itself, since its load includes them.
         """
 
 
 class Fleet(Protocol):
-    """The instances that a request may go to, without unhealthy or stopping instances.
+    """The instances to which a request may go, without unhealthy or stopping instances.
 
-    A policy reads the fleet during one call and keeps no reference. So a fleet may be a live object whose instances
-    change between calls. If instances change concurrently and copying is cheap, it may be a `View` of one moment.
+    A policy reads the fleet during one call and keeps no reference to it. So a fleet may be a live object whose
+    instances change between calls. If instances change concurrently and copying is cheap, it may be a `View`.
     """
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """Instances in any order; the order changes only with the set."""
+        """Instances in any order, which changes only with the set of instances."""
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -72,7 +73,7 @@ class Fleet(Protocol):
 
     @property
     def turn_tokens(self) -> int:
-        """Tokens that one turn needs beyond its context."""
+        """Tokens for which one turn needs room, in addition to its context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,9 @@ class TurnRequest:
     trajectory_id: str
     prompt_id: str
     prompt_tokens: int
-    context_tokens: int  # context at the start of the turn, the latest tool return included
+    context_tokens: int  # context at the start of the turn, including the latest tool return
     task: str = ""  # kind of prompt; "": unknown
-    # Time on the caller's clock, in seconds, at which the group must be complete to keep training from waiting; None:
+    # Time on the caller's clock, in seconds, by which the group must be complete so that training does not wait; None:
     # unknown.
     due: float | None = None
 
@@ -166,9 +167,9 @@ class Placement:
 
     instance: str
     bucket: int  # the bucket of that instance
-    migrated: bool  # whether the previous turn, or the start of this turn, ran on another instance
+    migrated: bool  # whether the previous turn, or an earlier part of this turn, ran on another instance
     reason: str
-    priority: int = 0  # engines that serve by priority serve lower values first
+    priority: int = 0  # engines with priorities serve lower values first
     ask_again: int | None = None  # generated tokens of this turn at which to call `bucket_overrun`
 
     def __post_init__(self) -> None:
@@ -177,25 +178,25 @@ class Placement:
 
 
 class Policy(Protocol):
-    """Chooses the instance of each turn. For one caller at a time. Equal calls in equal order give equal answers."""
+    """Chooses the instance of each turn, for one caller at a time. Equal calls in equal order return equal answers."""
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
-        """Place a turn that follows no tool return: the first turn, or a turn that must be placed again.
+        """Place a turn that does not follow a tool return: the first turn, or a turn that must be placed again.
 
-        None: no healthy instance can hold the turn now; the caller waits and calls `place` again. This also holds after
-        None from `tool_returned`, since the caller passes each tool return only once.
+        Returns None if no healthy instance has room for the turn now; the caller waits and calls `place` again. It also
+        does so after None from `tool_returned`, since the caller passes each tool return only once.
         """
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        """Place the turn that follows a tool return. None has the same meaning as in `place`. Raises ValueError if the
-        trajectory was never placed.
+        """Place the turn that follows a tool return. None has the same meaning as in `place`. Raises `ValueError` if
+        the trajectory was never placed.
         """
 
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        """Place again an unfinished turn that has generated the `ask_again` tokens of its placement. `request` is the
-        placed request. None: the turn stays, and this is not called again. A placement on the same instance: the turn
-        stays, and this is called again at `ask_again` generated tokens. A placement on another instance: the turn is
-        stopped, and continues there after its generated tokens.
+        """Place an unfinished turn again, once it has generated the `ask_again` tokens of its placement. `request` is
+        the request of that placement. None: the turn stays, and this method is not called again. A placement on the
+        same instance: the turn stays, and this method is called again at `ask_again` generated tokens. A placement on
+        another instance: the turn is stopped, and continues there after its generated tokens.
         """
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -205,18 +206,18 @@ class Policy(Protocol):
         """Drop the state of an abandoned trajectory without learning from it; no error if it was never placed."""
 
     def instance_gone(self, instance: str) -> None:
-        """Note that an instance has stopped. Its prefixes are lost, even if an instance of the same name returns."""
+        """Note that an instance has stopped. Its prefixes are lost, even if an instance with the same name returns."""
 
     def snapshot(self) -> dict[str, Any]:
-        """All state as JSON values, with a format number; a copy that shares no object with the policy."""
+        """All state as JSON values, with a format number. The value shares no object with the policy."""
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> Self:
-        """The policy from `snapshot`. Raises ValueError for a snapshot of another policy or format."""
+        """Make the policy from `snapshot`. Raises `ValueError` for a snapshot of another policy or format."""
 
 
 def require_snapshot(snapshot: Mapping[str, Any], policy: str, format: int) -> None:
-    """Raise ValueError unless `snapshot` is of this policy and format."""
+    """Raise `ValueError` unless `snapshot` is of this policy and format."""
     found = (snapshot.get("policy"), snapshot.get("format"))
     if found != (policy, format):
         raise ValueError(

@@ -1,10 +1,10 @@
 """C-MLFQ as published: a multi-level feedback queue driven by tool returns.
 
 Invariant: an estimate moves a trajectory to another bucket only if both the mean and the P90 of its remaining tokens
-fit this bucket. No turn is placed on an instance that cannot hold it. Estimates come from a prefix tree over
+fit this bucket. No turn is placed on an instance without room for it. Estimates come from a prefix tree over
 tool-return states. A node has exactly one remainder for each trajectory added through it since its creation: the tokens
-generated and returned from the node to the end, without the return that leads to the node. The tree never holds more
-than `max_nodes` nodes below its root.
+generated and returned after the node, without the return that leads to the node. The tree never has more than
+`max_nodes` nodes below its root.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.route.tool_state import ToolState, payload_class, remainders
 from libra.trajectory import Trajectory
 
-# Remainders that a node keeps for its P90, as a ring. The P90 is exact for a node with no more samples, and follows
-# recent policy versions in a busier node. Fixed histogram bins would be inexact for the first, and would never forget
-# for the second.
+# Remainders that a node keeps for its P90, as a ring. The P90 is exact for a node with at most this many samples, and
+# follows recent policy versions in a busier node. Fixed histogram bins would be inexact in the first case, and would
+# never forget in the second.
 RECENT = 64
 
-# Measured: a node takes 0.5 KB with one sample and 3 KB with a full ring. The tree thus takes 32 MB in general, and 200
-# MB at most.
+# Measured: a node takes 0.5 KB with one sample and 3 KB with a full ring. So the tree typically takes 32 MB, and 200 MB
+# at most.
 MAX_NODES = 65_536
 
 
@@ -34,12 +34,12 @@ class Estimate:
 
     count: int
     mean: float
-    p90: int  # nearest rank: the smallest kept sample that 90 % of the kept samples or more do not exceed
+    p90: int  # by nearest rank: the smallest kept sample with at least 90 % of the kept samples at or below it
 
 
 @dataclass(slots=True)
 class Node:
-    """Evidence at one prefix, with child nodes for prefixes that are one return longer."""
+    """Evidence at one prefix of tool returns, with child nodes for prefixes that are one return longer."""
 
     count: int = 0
     total: int = 0
@@ -65,8 +65,8 @@ class Node:
 class CausalTree:
     """Remaining-token evidence by prompt and ordered tool-return states.
 
-    Prompts are kept in order of their latest update. A full tree evicts whole prompts, oldest first. A prompt that
-    fills the tree alone gets no more nodes, but its existing nodes still count samples.
+    Prompts are in order of their latest update. A full tree evicts whole prompts, oldest first. A prompt that fills the
+    tree alone gets no more nodes, but its existing nodes still count samples.
     """
 
     def __init__(self, max_nodes: int = MAX_NODES) -> None:
@@ -88,7 +88,7 @@ class CausalTree:
         return self._size
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count a finished trajectory at every node of its path; O(turns)."""
+        """Count a finished trajectory at every node of its path. O(turns)."""
         (_, _, remaining), *returns = remainders(trajectory)
         self._everyone.add(remaining)
         node = self._touch(trajectory.prompt_id)
@@ -104,8 +104,8 @@ class CausalTree:
             node.add(remaining)
 
     def estimate(self, prompt_id: str, states: list[ToolState]) -> Estimate | None:
-        """The estimate at the longest known prefix of `states`, over all prompts if this prompt is unknown; None before
-        any trajectory.
+        """The estimate at the longest known prefix of `states`. If the prompt is unknown, the estimate is over all
+        prompts; None before any trajectory.
         """
         node = self._prompts.get(prompt_id)
         if node is None:
@@ -118,7 +118,7 @@ class CausalTree:
         return node.estimate()
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as JSON values. Nodes form a flat list, parents first, because a path may be deeper than JSON can
+        """The state as JSON values. Nodes form a flat list, parents first, since a path may be deeper than JSON can
         nest.
         """
         listed: list[tuple[int | None, str | ToolState, Node]] = [
@@ -160,7 +160,8 @@ class CausalTree:
         return node
 
     def _make_room(self, prompt_id: str) -> bool:
-        """Evict the oldest prompts except this one, until one more node fits; False if no other prompt remains."""
+        """Evict the oldest prompts except this one, until one more node fits. Returns False if no other prompt
+        remains."""
         while self._size >= self._max_nodes:
             oldest = next(iter(self._prompts))
             if oldest == prompt_id:
@@ -186,7 +187,7 @@ def _node(count: int, total: int, recent: list[int]) -> Node:
 
 @dataclass(slots=True)
 class _Live(Live):
-    bucket: int = 0  # bucket of the last placement, or of the next one if no instance can hold the turn now
+    bucket: int = 0  # of the last placement, or of the next one if no instance has room for the turn now
     states: list[ToolState] = field(default_factory=list)
 
 
@@ -194,16 +195,17 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     """The `cmlfq-published` policy.
 
     A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
-    in the causal tree, and it migrates when the mean and the P90 of the remaining tokens fit the same other bucket.
+    in the causal tree. It migrates when the mean and the P90 of its remaining tokens fit the same other bucket.
 
     The rule assigns buckets by the remainder, while the limits of a fleet are final contexts. So a bucket's limit on
     the remainder is its limit minus the mean prompt of the finished trajectories. At the start of a trajectory, the
-    final context is the prompt plus the remainder, so both limits give the same bucket for an average prompt. The last
-    bucket also takes longer trajectories.
+    final context is the prompt plus the remainder. So both limits lead to the same bucket for an average prompt. The
+    last bucket also takes longer trajectories.
 
-    An instance is eligible if it holds the context and one more turn. If the bucket has no eligible instance, the next
-    larger bucket with an eligible instance serves the turn, else the next smaller one. Within a bucket, the turn goes
-    to the instance that holds its prefix, else to the least loaded, ties by id.
+    An instance is eligible if it has room for the context and one more turn. If the bucket has no eligible instance,
+    the next longer bucket with an eligible instance serves the turn. If all longer buckets lack such an instance, the
+    nearest shorter bucket with an eligible instance serves the turn. Within a bucket, the turn goes to the instance
+    with its prefix, otherwise to the least loaded, ties by id.
     """
 
     NAME = "cmlfq-published"
@@ -222,7 +224,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         live = self._placed(request)
         live.states.append(ToolState(returned.tool, payload_class(returned.returned_tokens), returned.status))
-        # A new plan may have fewer buckets; the longest bucket then takes the trajectories of the missing ones.
+        # A new plan may have fewer buckets; trajectories of missing buckets then go to the longest bucket.
         live.bucket = min(live.bucket, len(fleet.limits) - 1)
         bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
         return self._serve(live, request, fleet, bucket, reason)
@@ -246,7 +248,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         return _Live(instance, prefix_there, bucket, [ToolState(*state) for state in states])
 
     def _wanted(self, live: _Live, prompt_id: str, limits: tuple[int, ...]) -> tuple[int, str]:
-        """The bucket that fits both mean and P90, else the trajectory's own bucket; with the reason."""
+        """The bucket that fits both mean and P90, otherwise the trajectory's own bucket; and the reason."""
         estimate = self._tree.estimate(prompt_id, live.states)
         if estimate is None:
             return live.bucket, "no evidence"
@@ -260,7 +262,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         )
 
     def _serve(self, live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
-        """Place the turn in the wanted bucket or the nearest bucket that can hold it, and record the bucket."""
+        """Place the turn in the wanted bucket, or in the nearest bucket with room for it, and record the bucket."""
         needed = request.context_tokens + fleet.turn_tokens
         chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)
         if chosen is None:

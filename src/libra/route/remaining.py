@@ -1,7 +1,7 @@
 """Remaining tokens of a trajectory, as a distribution over bins that widen with the length.
 
-Invariant: mean, quantiles and probabilities follow from one set of shares of the still possible lengths; each share is
-spread evenly over its bin.
+Invariant: mean, quantiles and probabilities follow from one set of shares of the lengths that are still possible. Each
+share is spread evenly over its bin.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-Histogram = NDArray[np.float32]  # weights by bin; single precision, because there are many arrays
+Histogram = NDArray[np.float32]  # weights by bin; single precision, since there are many histograms
 
-# Edges at 16 * (2 ** (i / 4) - 1) tokens. The first bins have 3 tokens; from a few hundred tokens on, a bin is about a
-# fifth of the length wide. The last edge is at 16.8 million tokens.
+# Edges at 16 * (2 ** (i / 4) - 1) tokens. The first bins have 3 tokens; above a few hundred tokens, the width of a bin
+# is about a fifth of the length. The last edge is at 16.8 million tokens.
 BINS = 80
 BINS_PER_OCTAVE = 4
 EDGES: tuple[float, ...] = tuple(16.0 * (2 ** (edge / BINS_PER_OCTAVE) - 1) for edge in range(BINS + 1))
 
 _INNER_EDGES = EDGES[1:-1]
 
-_SERIES = 1e-3  # below this value, two terms of the power series are exact in a float
-_NEGLIGIBLE = 1e-5  # a smaller share is no evidence for longer lengths, since single-precision sums are off by 1e-6
+_SERIES = 1e-3  # below this value, two terms of the power series are exact in floating point
+_NEGLIGIBLE = 1e-5  # smaller shares are no evidence for longer lengths: single-precision sums have errors of 1e-6
 
 
 def bin_of(tokens: int) -> int:
-    """The bin of a number of tokens, 0 or more; a number beyond the last edge is in the last bin."""
+    """The bin of a number of tokens, 0 or more. Numbers beyond the last edge are in the last bin."""
     return bisect_right(_INNER_EDGES, tokens)
 
 
 def _at_edges() -> Histogram:
-    """Two linear maps from weights by bin to values at each edge: the weight that reaches the edge, and the weighted
-    tokens before it.
+    """Two linear maps from weights by bin to values at each edge: the weight at or beyond the edge, and the weighted
+    tokens before the edge.
     """
     reach = np.tri(BINS, BINS + 1)
     before = np.zeros((BINS, BINS + 1))
@@ -47,16 +47,16 @@ _BEFORE = BINS + 1  # index at which the second map begins
 
 
 class Remaining:
-    """Tokens that a trajectory generates and receives from tools between a given moment and its end; immutable.
-    `weights` are by bin, each 0 or more, with any sum above 0.
+    """Tokens that a trajectory generates and receives from tools between a given moment and its end. Immutable.
+    `weights` are by bin, each 0 or more, with a sum above 0.
     """
 
     __slots__ = ("_at", "_past", "_past_before", "_past_reach", "_weights", "mean")
 
     def __init__(self, weights: Histogram) -> None:
         self._weights = weights
-        self._at = weights.dot(_AT_EDGES)  # not `@`, whose overhead exceeds the cost of the multiplication
-        self._past = 0.0  # tokens already outlived
+        self._at = weights.dot(_AT_EDGES)  # not `@`, whose overhead exceeds the multiplication
+        self._past = 0.0  # tokens that the trajectory has exceeded already
         self._past_before = 0.0
         self._past_reach = self._at.item(0)
         if not self._past_reach > 0:
@@ -71,7 +71,7 @@ class Remaining:
         return cls(weights)
 
     def after(self, tokens: float) -> Remaining:
-        """The remaining tokens after `tokens` more, given that the trajectory then continues. Without evidence of
+        """The remaining tokens after `tokens` more tokens, if the trajectory continues beyond them. Without evidence of
         longer lengths, it is assumed to need about as many tokens again.
         """
         past = self._past + tokens
@@ -95,8 +95,8 @@ class Remaining:
         return (before - self._past_before) / self._past_reach, reach / self._past_reach
 
     def interrupted(self, rate: float, tokens: float = math.inf) -> tuple[float, float]:
-        """Probability of an interruption before the end and within `tokens`, and the mean tokens before it; 0 if there
-        can be none.
+        """Probability of an interruption before the end and within `tokens` tokens, and the mean tokens before it,
+        which are 0 if there can be none.
 
         Interruptions are a Poisson process with `rate` (above 0) per token. Computed bin by bin as the integrals of
         rate * exp(-rate * x) * P(more than x remain), and of x times this integrand.
@@ -132,7 +132,7 @@ class Remaining:
         return max(0.0, EDGES[bin_] + part * (EDGES[min(BINS, bin_ + 1)] - EDGES[bin_]) - self._past)
 
     def _raw(self, tokens: float) -> tuple[float, float]:
-        """The weighted tokens before the length `tokens`, and the weight that reaches this length, counted from the
+        """The weighted tokens before the length `tokens`, and the weight at or beyond this length. Both count from the
         start of the distribution.
         """
         item = self._at.item
@@ -150,14 +150,14 @@ def redistributed(finished: Histogram, running: Histogram) -> Histogram:
     `running` trajectories.
 
     This is the product-limit estimator (Kaplan and Meier 1958). A running trajectory is at risk in all bins below its
-    own; within its own bin it may end at any time. The share of lengths beyond all finished trajectories is put one
-    octave beyond the longest trajectory, at about twice its length. At least one weight must be above 0.
+    own; within its own bin it may end at any time. The share of lengths beyond all finished trajectories is assigned to
+    the bin one octave beyond the longest trajectory, at about twice its length. At least one weight must be above 0.
     """
     at_risk = finished.copy()
     at_risk[:-1] += running[1:]
     at_risk = at_risk[::-1].cumsum()[::-1]
     hazard = np.divide(finished, at_risk, out=np.zeros_like(finished), where=at_risk > 0)
-    np.minimum(hazard, 1, out=hazard)  # single-precision sums may be too small
+    np.minimum(hazard, 1, out=hazard)  # rounding may make single-precision sums too small
     survive = (1 - hazard).cumprod()
     shares: Histogram = hazard.copy()
     shares[1:] *= survive[:-1]

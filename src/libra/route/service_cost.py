@@ -1,7 +1,7 @@
 """Expected cost of serving a trajectory's remaining tokens on an instance.
 
 Invariant: a cost depends on the instance, the longer instances that could take over, and the remaining tokens. Only the
-price of moving the context depends on the trajectory's present instance. So with unchanged evidence and loads, a
+cost of moving the context depends on the trajectory's present instance. So with unchanged evidence and loads, a
 worthwhile move is never worth reversing.
 """
 
@@ -15,11 +15,11 @@ from libra.route.loads import instance_of, loads_of
 from libra.route.policy import Fleet, Instance
 from libra.route.remaining import Remaining
 
-# A turn must move while its instance still has room for one more token, since a full context would be cut.
+# A turn must move while its instance still has room for one more token, since the engine would cut a full context.
 _ROOM = 2
 
-# Assumed seconds per generated token of an instance without a report: the order of a 14 B model on one A100, which
-# reads 28 GB of weights at 2 TB/s in 14 ms.
+# Assumed seconds per generated token on an instance without reports: the order of a 14 B model on one A100, which reads
+# 28 GB of weights at 2 TB/s in 14 ms.
 TOKEN_SECONDS = 0.02
 
 
@@ -39,14 +39,14 @@ class MigrationCost:
                 raise ValueError(f"{name} is {seconds}; give seconds, 0 or more and finite")
 
     def __deepcopy__(self, _memo: object) -> MigrationCost:
-        """Itself, since it is immutable. The default would set attributes of a copy, which the compiled class does not
-        allow.
+        """Return itself, since it is immutable. The default would set attributes of a copy, which the compiled class
+        does not allow.
         """
         return self
 
     def seconds(self, context_tokens: float, load_tokens: float) -> float:
-        """Seconds that a move of n tokens costs, including delays of other trajectories: an instance with a load of m
-        tokens serves m / n others of this size, and each of them waits equally long.
+        """Seconds that a move of n tokens costs, including delays of other trajectories. An instance with a load of m
+        tokens serves m / n other trajectories of this size, and each of them waits equally long.
         """
         if context_tokens <= 0:
             return self.fixed_seconds
@@ -56,29 +56,30 @@ class MigrationCost:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """The terms of serving a turn on an instance. Not frozen, since freezing would take longer than the decision."""
+    """The terms of serving a turn on an instance. It is not frozen, since freezing takes longer than the decision."""
 
     instance: Instance
     load_tokens: int
-    told_seconds: float  # per generated token, as the instance reports; `TOKEN_SECONDS` if it reports none
-    token_seconds: float  # `seconds` with congestion, and with the token's share of the wait for the turn's prompt
-    reach: float  # largest context that it may hold; infinite in the longest bucket
+    told_seconds: float  # per generated token, as the instance reports; `TOKEN_SECONDS` without a report
+    token_seconds: float  # `told_seconds` with congestion, and with the token's share of the wait for the turn's prompt
+    reach: float  # largest context that the instance may serve; infinite in the longest bucket
     onward: Offer | None  # the fastest offer of a longer bucket, which would take over beyond `reach`
 
 
 def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: float) -> tuple[list[Offer], Offer | None]:
-    """Offers of the least loaded instances that hold `needed` tokens, longest bucket first.
+    """Offers of the least loaded instances with room for `needed` tokens, longest bucket first.
 
     There is an offer for each class of each bucket, one for lent instances, and one for the instance `prefix_at` if it
-    is present and holds the tokens; ties by id. O(instances), unless the fleet is indexed (`loads_of`).
+    is present and has room for the tokens; ties by id. O(instances), unless the fleet is indexed (`loads_of`).
 
-    An instance reports its seconds for all accepted work. Without a report, it is assumed to need `TOKEN_SECONDS` at
-    the mean load of these instances, half of that when idle, and half more for each further mean load. A turn's wait
-    for its prompt is divided among its tokens, `turn_tokens` on average (0: unknown, and such waits do not count).
+    An instance reports its seconds for all accepted work. An instance without a report is assumed to need
+    `TOKEN_SECONDS` at the mean load of these instances. When idle it is assumed to need half of that, and for each
+    further mean load half more. A turn's wait for its prompt is divided among its tokens, `turn_tokens` on average. If
+    `turn_tokens` is 0, the number is unknown, and the wait does not count.
 
-    The limit of a bucket is not enforced: an instance serves any context that its memory holds. A turn that exceeds the
-    limit leaves the bucket only if another instance is expected to serve it sooner. If every such turn had to leave,
-    unforeseen work would gather in the last bucket while others are idle.
+    The limit of a bucket is not enforced: an instance serves any context that fits into its memory. A turn that exceeds
+    the limit leaves the bucket only if another instance is expected to serve it sooner. If every such turn had to
+    leave, unforeseen work would gather in the last bucket while other instances are idle.
     """
     loads = loads_of(fleet, needed)
     if not loads.instances:
@@ -126,9 +127,9 @@ def service_cost(
 ) -> float:
     """Expected seconds of serving the remaining tokens.
 
-    This instance serves the tokens that fit; a longer instance serves the others, after a move of the context. A recall
+    This instance serves the tokens that fit. A longer instance serves the others, after a move of the context. A recall
     of a lent instance before the last token that fits also moves the context. Only `share` of the service, and of the
-    time for a recall, counts, since offers are reliable only that far ahead; a move counts in full.
+    time for a recall, counts, since offers are reliable only for that time. A move counts in full.
     """
     onward, recalls = offer.onward, offer.instance.recall_rate
     if onward is None:
@@ -153,10 +154,10 @@ def cheapest(
     migration: MigrationCost,
     turn_tokens: float,
 ) -> Offer:
-    """The cheapest of one or more offers; ties go to `home`, which has the prefix, then by load and id.
+    """The cheapest of one or more offers. Ties go to `home`, which has the prefix, and otherwise by load and id.
 
     A first placement compares the offers over all remaining tokens. A move is compared over one turn of `turn_tokens`
-    tokens, the trajectory's own mean, because loads change and the next tool return allows another move.
+    tokens, the trajectory's own mean, since loads change and the next tool return allows another move.
     """
     mean, share = remaining.mean, 1.0
     chosen = offers[0]

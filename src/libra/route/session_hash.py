@@ -11,12 +11,12 @@ from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnReque
 class SessionHash(StickyPolicy[Live]):
     """The `sticky` policy: all turns of a trajectory go to one instance, whatever its load.
 
-    Among the instances that hold the turn, the one with the highest hash of both ids is chosen (rendezvous hashing,
+    Among the instances with room for the turn, the one with the highest hash of both ids is chosen (rendezvous hashing,
     Thaler and Ravishankar 1998). So when an instance joins or leaves, all other trajectories stay in place.
-    O(instances). Without `sticky`, each turn is hashed by itself.
+    O(instances). Without `sticky`, each turn is hashed separately.
 
-    The hash must mix its bits. A linear hash, such as CRC, ranks instances alike for half of all sessions: one of three
-    instances would get half of the sessions.
+    The hash must mix its bits. A linear hash, such as CRC, ranks instances alike for half of all sessions, so that one
+    of three instances would get half of the sessions.
     """
 
     NAME = "sticky"

@@ -10,13 +10,13 @@ from libra.trajectory import ToolStatus, Trajectory
 
 PayloadClass = Literal["small", "medium", "large"]
 
-# Published C-MLFQ payload classes, tokens.
+# Payload classes of C-MLFQ as published, in tokens.
 SMALL_PAYLOAD = 500
 MEDIUM_PAYLOAD = 5_000
 
 
 class ToolState(NamedTuple):
-    """The state of one tool return. A tuple, because every lookup hashes the states of all returns so far."""
+    """The state of one tool return. It is a tuple, since every lookup hashes the states of all earlier returns."""
 
     tool: str
     payload: PayloadClass
@@ -36,8 +36,9 @@ def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
 
 
 def remainders(trajectory: Trajectory) -> Iterator[tuple[int, ToolState | None, int]]:
-    """Remaining tokens, generated and returned, at the start and after each tool return: (number of the next turn,
-    state of the return, tokens). Raises ValueError for an unfinished trajectory, whose remaining tokens are unknown.
+    """Yield the remaining tokens, generated and returned, at the start and after each tool return, as (number of the
+    next turn, state of the return, tokens). Raises `ValueError` for an unfinished trajectory, whose remaining tokens
+    are unknown.
     """
     require_finished(trajectory)
     remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)

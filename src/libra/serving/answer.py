@@ -1,7 +1,7 @@
 """The answer of a search, and how certain the answer is.
 
 Invariant: every candidate of the menu is in an answer once: as a point of the Pareto set, or rejected with a reason. A
-claim says whether a bound proves it, or only simulation supports it.
+claim says whether a bound proves the claim or only simulation supports it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.serving.question import BRIEF, LASTING, SizingQuestion
 from libra.serving.trial import Trial
 from libra.serving.verdict import tenths
 
-_BUSY = 0.8  # least used share of a network's bandwidth at which the network is mentioned
+_BUSY = 0.8  # a bottleneck mentions a network from this share of used bandwidth on
 
 By = Literal["bound", "simulation", "dominated"]
 
@@ -29,26 +29,26 @@ class Point:
     """A candidate at the highest rate that it serves."""
 
     candidate: ServingCandidate
-    cost: float  # GPUs, or an hour's price
+    cost: float  # GPUs, or price per hour
     bound: float  # requests/s
     trial: Trial
     bottleneck: str
-    tenths: tuple[int, int]  # TTFT and TPOT in tenths of their limits, rounded up; 0 where nothing limits them
-    checks: tuple[Check, ...]  # at its rate: on the record, and on draws of it
+    tenths: tuple[int, int]  # TTFT and TPOT in tenths of their limits, rounded up; 0: no limit
+    checks: tuple[Check, ...]  # at the point's rate, on the record and on its draws
 
     @property
     def tightest(self) -> tuple[float, str, str]:
-        """The largest share of a limit that a check reached, with the names of objective and check."""
+        """(largest share of a limit that a check reached, objective, name of the check)."""
         return max((share, name, check.name) for check in self.checks for name, share in check.shares.items())
 
     @property
     def value(self) -> float:
-        """Requests/s for each GPU, or for each unit of an hour's price."""
+        """Requests/s per GPU, or per unit of the price per hour."""
         return self.trial.rate / self.cost
 
     def dominates(self, other: Point) -> bool:
-        """Whether this point dominates the other: no lower goodput, and no higher TTFT and TPOT in tenths of their
-        limits. Of points that are equal in all of these, the one with lower latencies dominates."""
+        """Whether this point dominates the other: its goodput is no lower, and its TTFT and TPOT, in tenths of their
+        limits, are no higher. If all three are equal, the point with lower latencies in seconds dominates."""
         if (self.value, self.tenths) == (other.value, other.tenths):
             return self.criteria < other.criteria
         no_slower = all(one <= another for one, another in zip(self.tenths, other.tenths, strict=True))
@@ -67,7 +67,7 @@ class Rejection:
     by: By
     reason: str
     bound: float  # requests/s
-    rate: float | None  # requests/s, of those that serve but are dominated
+    rate: float | None  # requests/s that a dominated candidate serves; None: another reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class NearMiss:
     objective: str
     limit: float
     seconds: float
-    check: str  # the record, or the draw of it
+    check: str  # the record, or a draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class SizingAnswer:
 
     @property
     def told(self) -> bool:
-        """Whether there are points with a given rate, or with enough requests to determine it."""
+        """Whether the answer has points whose rate is given, or determined by enough requests."""
         return bool(self.points) and (self.question.rate is not None or not self._brief())
 
     def claim(self) -> str:
@@ -128,8 +128,8 @@ class SizingAnswer:
         return text
 
     def caution(self) -> str | None:
-        """A warning if there are too few requests. A deployment may then serve all of them in time although its queue
-        grows, or the percentile of an objective is the latency of the slowest request.
+        """A warning if the requests are too few; None if they suffice. With few requests, a deployment may serve all in
+        time although its queue grows, or a percentile is the latency of the slowest request.
         """
         if not self.points:
             return None
@@ -150,18 +150,18 @@ class SizingAnswer:
         return max((it.trial for it in self.points), key=lambda it: it.rate)
 
     def _brief(self) -> list[str]:
-        """The reason why such a short run determines no rate; empty if the run is long enough."""
+        """The reason why the run is too short to determine a rate; empty if the run is long enough."""
         count, rate, wait = self._fastest.requests, self._fastest.rate, self.question.shortest_wait
         if count >= BRIEF * rate * wait and (self.question.rate is not None or rate < rate_of(HIGHEST)):
             return []
         come = f"the {plural(count, 'request')} {'comes' if count == 1 else 'come'} within {count / rate:.3g} s"
         return [
             f"at {per_second(rate)} {come}, and may wait {wait:g} s: a deployment that cannot keep up may still serve"
-            f" {'it' if count == 1 else 'them'}"
+            f" {'this request' if count == 1 else 'all of them'} in time"
         ]
 
     def document(self) -> dict[str, Any]:
-        """JSON values."""
+        """The answer as JSON values."""
         question = self.question
         return {
             "question": {
@@ -212,10 +212,8 @@ class SizingAnswer:
 
 
 def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate, Point]]:
-    """Points that no other point dominates, best value first; and for each dominated point, a point that dominates
-    it.
-    """
-    ordered = sorted(points, key=lambda it: (-it.value, it.tenths, it.criteria))  # none dominates one before it
+    """(points that no other point dominates, best value first; a dominating point for each dominated candidate)."""
+    ordered = sorted(points, key=lambda it: (-it.value, it.tenths, it.criteria))  # no point dominates an earlier point
     kept: list[Point] = []
     beaten: dict[ServingCandidate, Point] = {}
     for point in ordered:
@@ -228,7 +226,7 @@ def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate,
 
 
 def point_of(question: SizingQuestion, candidate: ServingCandidate, bound: float, held: Held) -> Point | None:
-    """The point of a candidate; None if it serves at no rate."""
+    """The point of a candidate; None if the candidate serves at no rate."""
     one = held.trial
     if one is None:
         return None
@@ -239,7 +237,7 @@ def point_of(question: SizingQuestion, candidate: ServingCandidate, bound: float
 
 
 def rival(least: tuple[int, int], kept: Sequence[Point]) -> Point | None:
-    """The point of the highest value that is no slower than a candidate with `least` tenths of the limits."""
+    """The point with the highest value among the points that are no slower than `least`, tenths of the limits."""
     return max(
         (it for it in kept if all(one <= another for one, another in zip(it.tenths, least, strict=True))),
         key=lambda it: it.value,

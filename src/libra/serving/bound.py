@@ -1,8 +1,8 @@
-"""Upper bounds on rates and lower bounds on latencies: without queueing, by lower bounds on prices.
+"""Upper bounds on rates and lower bounds on latencies, from lower bounds on prices and without queueing.
 
 Invariant: a rate refused here also fails in simulation. Work is the demand of the requests on all engines of one pool.
-The engines must do it by the latest times at which the requests may be served. The most expensive requests, which may
-miss an objective, are excepted.
+The engines must do this work by the latest times at which the requests may be served. The bound leaves out the most
+expensive requests, as many as may miss an objective.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RateBound:
 
 @dataclass(slots=True)
 class Bounds:
-    """Bounds of all candidates of one question. Pools that candidates share are computed once. `others` are bounds
-    of a question whose requests include all of these; prices may be taken from them.
+    """Bounds of all candidates of one question. A pool that several candidates share is computed once. `others` are
+    bounds of a question that includes all requests of this question; their prices are used here.
     """
 
     question: SizingQuestion
@@ -81,7 +81,7 @@ class Bounds:
         return RateBound(rate, ttft, tpot, reason)
 
     def idle(self, candidate: ServingCandidate) -> tuple[float, float]:
-        """TTFT and TPOT on idle engines in simulation, no less than those of `RateBound`."""
+        """TTFT and TPOT, in seconds, on idle engines in simulation. They are no less than the bounds of `of`."""
         works = [self._on(pool.shape) for pool in candidate.pools]
         prompt, answer = (self._idle.of(candidate.pools[at].shape, works[at].work) for at in (0, -1))
         least = self._latency(candidate, works, prompt.ttft, answer.tpot)
@@ -91,8 +91,7 @@ class Bounds:
         return ttft, tpot
 
     def least(self, candidate: ServingCandidate, objective: Objective) -> float:
-        """Least value of the objective in seconds, without any queue; infinite if the candidate's engines have no
-        room."""
+        """Least value of the objective in seconds, without a queue. Infinite if the candidate's engines cannot run."""
         try:
             taken = self._latency(candidate, [self._on(pool.shape) for pool in candidate.pools])[objective.metric]
         except NoRoomError:
@@ -149,7 +148,7 @@ class Bounds:
         """The highest rung whose work the pool's engines can do, and the kind of work that limits the rung."""
         if pool not in self._pools:
             work, capacity = self._on(pool.shape), pool.ranks * pool.shape.pipeline_parallel_size
-            rung, reason = HIGHEST, "nothing bounds it"
+            rung, reason = HIGHEST, "no bound on the rate"
             for deadline in self._deadlines:
                 other = "prefill" if deadline.of == "finish" else "decode"
                 if pool.role == other:
@@ -162,7 +161,7 @@ class Bounds:
         return self._pools[pool]
 
     def _network(self, candidate: ServingCandidate) -> tuple[int, str]:
-        """The highest rung at which KV is sent from pool to pool in time."""
+        """The highest rung at which the network sends KV from pool to pool in time."""
         net = network(self.question, candidate)
         assert net is not None
         size = self._kv_bytes(candidate)
@@ -188,7 +187,7 @@ class Bounds:
         return seconds
 
     def _highest(self, price: Array, credit: float, deadline: WorkDeadline, capacity: int, below: int) -> int:
-        """The highest rung, `below` at most, at which the work can be done in time; LOWEST - 1 if there is none."""
+        """The highest rung, `below` at most, at which the work can be done in time; LOWEST - 1: no rung."""
         allowance = credit + float(np.sort(price)[max(0, len(price) - deadline.misses) :].sum())
 
         def possible(rung: int) -> bool:
@@ -206,11 +205,11 @@ class Bounds:
 
 
 def refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Collection[ServingCandidate]) -> None:
-    """Raise ValueError if an objective is below the least latency of the menu without a queue."""
+    """Raise ValueError if a limit is below the least latency that any candidate has without a queue."""
     for objective in question.objectives:
         least = min(bounds.least(it, objective) for it in candidates)
         if objective.limit < least < inf:
             raise ValueError(
                 f"{objective.name} is {objective.limit:g} s; without any queue nothing on the menu is faster than"
-                f" {least:.3g} s: raise it, or add larger engines"
+                f" {least:.3g} s: raise the limit, or add larger engines"
             )

@@ -1,6 +1,6 @@
 """The candidates of a search: pools of equal engines that together serve the requests.
 
-Invariant: a candidate is a value with all the simulator's settings of its engines, so equal candidates have equal
+Invariant: a candidate has every setting of its engines that the simulator uses, so equal candidates have equal
 simulations.
 """
 
@@ -43,7 +43,7 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Drafted tokens and their acceptance; `model` is the name of the draft model, if there is one."""
+    """Drafted tokens and their acceptance. `model` is the name of the draft model; None: drafts without a model."""
 
     speculative: Speculative
     model: str | None = None
@@ -77,7 +77,7 @@ class EngineSetup:
 
     @property
     def rank_devices(self) -> int:
-        """GPUs that hold the KV of a request, and whose links send it."""
+        """GPUs of one rank, which have the KV of a request and send it over their links."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -123,8 +123,8 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True)
 class ServingCandidate:
-    """A colocated pool, or a prefill and a decode pool. Attention and FFN may be on separate GPUs. A plan may combine
-    several pools of each role."""
+    """A colocated pool, or a prefill and a decode pool. Engines may have attention and FFN on separate GPUs. With
+    `--plan`, a candidate may have several pools of each role."""
 
     pools: tuple[EnginePool, ...]
 

@@ -91,16 +91,16 @@ def search(
 ) -> None:
     """Find the engines that serve requests within latency limits, with the most requests/s per GPU or the lowest cost.
 
-    The menu has colocated engines, and prefill and decode apart, on every GPU type and in every parallelism of the
-    cluster. A bound excludes candidates that miss the limits even without any queue. The rest is simulated, on the
-    requests and on draws of them. The answer is the Pareto set of goodput per GPU (or cost) against TTFT and TPOT, each
-    point's bottleneck, and the reason why every other candidate is not in it. It says what is proven, and what is only
-    simulated. The same inputs give the same bytes.
+    The menu has colocated engines, and separate prefill and decode engines, on every GPU type and in every parallelism
+    of the cluster. A bound excludes candidates that miss the limits even without a queue. The other candidates are
+    simulated with the requests and with draws of the requests. The answer is the Pareto set of goodput per GPU (or
+    cost) against TTFT and TPOT. It has the bottleneck of each point, and the reason why each other candidate is not in
+    the set. It says which results are proven and which are only simulated. The same inputs give the same bytes.
 
-    Exit status: 0 something serves, 2 bad input, 3 nothing on the menu does, or the requests are too few for a rate,
-    130 interrupted.
+    Exit status: 0 a candidate serves, 2 bad input, 3 no candidate serves or the requests are too few for a rate, 130
+    interrupted.
     """
-    # The imports are here so that `--help` does not load the simulator.
+    # Imported here so that `--help` does not load the simulator.
     from libra.plan.problem import InfeasiblePlanError
     from libra.serving.menu import DEFAULT, ServingMenu, load_menu
     from libra.serving.point_file import write_engines
@@ -144,7 +144,7 @@ def search(
     except (ValueError, OSError) as error:
         bad_input(of_option(error, ("--rate", "--gpus", "--budget")))
     if found.told and (caution := found.caution()) is not None:
-        tell_notes([caution], err=as_json)  # before the figures that it is about
+        tell_notes([caution], err=as_json)  # above the figures that the caution is about
     if as_json:
         typer.echo(text, nl=False)
     else:
@@ -157,15 +157,15 @@ def search(
 
 
 def _check_outputs(plan: bool, report: Path | None, engines_out: Path | None) -> None:
-    """Raises ValueError for an output that does not apply to the answer."""
+    """Raise ValueError for an output option that does not apply."""
     from libra.serving.point_file import check_engines_directory
 
     if plan and report is not None:
-        raise ValueError("--report is for a search; leave it out with --plan")
+        raise ValueError("--report does not apply to --plan; leave it out")
     if plan and engines_out is not None:
         raise ValueError(
-            "--engines-out is for a search: a file of engines has no route by what each engine serves; leave it"
-            " out with --plan"
+            "--engines-out does not apply to --plan, since an engines file cannot route requests to engines by class;"
+            " leave it out"
         )
     if engines_out is not None:
         check_engines_directory(engines_out)

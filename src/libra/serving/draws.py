@@ -1,13 +1,13 @@
-"""Random samples ("draws") of a record. They imitate other parts of the same traffic: longer prompts or answers, at a
-higher rate.
+"""Samples ("draws") of a record, which imitate other parts of the same traffic: longer prompts or answers, at a higher
+rate.
 
-Invariant: the same record gives the same draws. A draw has the record's first arrivals at a higher rate, and requests
-of the record in their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix
-of its own.
+Invariant: the same record gives the same draws. A draw has the record's first arrivals at a higher rate. Its requests
+are drawn from the record, in the record's order, with weights that raise one mean length. A request that is drawn again
+has a prefix of its own.
 
-Mean lengths and rates of traffic drift by far more than chance explains. The drift is measured between parts of the
-record and shrunk towards that of a public trace, more strongly for fewer requests. The load is a mean length times a
-rate: a draw raises both in the direction in which `_DEVIATIONS` standard deviations raise the load most.
+Mean lengths and rates of traffic drift far more than chance explains. The drift is measured between parts of the record
+and shrunk towards the drift of a public trace, more strongly for fewer requests. The load is a mean length times a
+rate. A draw moves both by `_DEVIATIONS` standard deviations in all, in the direction that raises the load most.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from libra.sim.workload.requests import RecordedRequest
 PROMPT_DRIFT, ANSWER_DRIFT, GAP_DRIFT = 0.18, 0.25, 0.22
 PROMPTS, ANSWERS = "longer prompts", "longer answers"  # names of draws
 _DEVIATIONS = 3.0
-_PARTS = 8  # of a record, between which its own drift is measured
-_PRIOR = 1000  # weight of the trace's drift, in requests
-_MOST = 1500  # requests of a draw
-_FEWEST = 0.25  # least effective share of the requests: with fewer, a draw would repeat a few of them
+_PARTS = 8  # parts of a record, between which its own drift is measured
+_PRIOR = 1000  # weight of the public trace's drift, in requests
+_MOST = 1500  # most requests of a draw
+_FEWEST = 0.25  # least effective share of the requests, so that a draw does not repeat only a few
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Draw:
 
 @lru_cache(maxsize=8)
 def draws(record: tuple[RecordedRequest, ...]) -> tuple[Draw, ...]:
-    """The draws of a record, usually the hardest to serve first; none for a length that all requests share."""
+    """The draws of a record, usually the hardest to serve first. A length that is equal in all requests has no draw."""
     return tuple(_draws(record))
 
 
@@ -65,11 +65,11 @@ def _draws(record: tuple[RecordedRequest, ...]) -> Iterator[Draw]:
 
 
 def raised(lengths: Array, prior: float, gaps: Array) -> tuple[float, float]:
-    """Mean length and rate of a draw, in multiples of those of the record.
+    """Mean length and rate of a draw, as multiples of the record's.
 
-    The mean length of another part differs from the record's by the drift of both: the mean of a short record drifts as
-    far as the mean of a part, and the mean of a long record hardly drifts. The search chooses the rate, so only the
-    other part's rate drifts.
+    The mean lengths of the record and of another part of the traffic both drift. The mean of a short record drifts as
+    far as the mean of a part, and the mean of a long record hardly drifts. Since the search chooses the record's rate,
+    only the other part's rate drifts.
     """
     own = _PRIOR / (len(lengths) + _PRIOR)
     length, rate = drift_of(lengths, prior) ** 2 * (1 + own), drift_of(gaps, GAP_DRIFT) ** 2
@@ -78,7 +78,7 @@ def raised(lengths: Array, prior: float, gaps: Array) -> tuple[float, float]:
 
 
 def drift_of(lengths: Array, prior: float) -> float:
-    """Standard deviation of a part's mean, as a share of the overall mean; `prior` is that of other traffic."""
+    """Standard deviation of a part's mean, as a share of the overall mean. `prior` is this share in other traffic."""
     means = np.array([part.mean() for part in np.array_split(lengths, min(_PARTS, len(lengths)))])
     measured, count = float(means.var() / lengths.mean() ** 2), len(lengths)
     return float(np.sqrt((measured * count + prior**2 * _PRIOR) / (count + _PRIOR)))
@@ -105,7 +105,7 @@ def _weights(lengths: Array, target: float) -> Array:
 
 
 def _drawn(weights: Array, count: int) -> Array:
-    """[count] places in the record, rising: systematic resampling."""
+    """[count] rising indices of the record, by systematic resampling."""
     places: Array = np.searchsorted(np.cumsum(weights), (np.arange(count) + 0.5) / count).clip(0, len(weights) - 1)
     return places
 

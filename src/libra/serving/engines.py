@@ -1,7 +1,7 @@
 """The engines of a candidate, for the simulator.
 
-Invariant: memory and times are those of the cost model. The only assumptions are the candidate's settings, vLLM's
-defaults, and that KV is sent over the network between nodes.
+Invariant: memory and times come from the cost model. The only other inputs are the candidate's settings and vLLM's
+defaults. KV is assumed to be sent over the network between nodes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
 
 
 class NoRoomError(ValueError):
-    """The error for settings that an engine cannot run with."""
+    """An engine cannot run with these settings."""
 
 
 def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
-    """The configuration of an engine. Raises `NoRoomError` if it cannot run."""
+    """The configuration of an engine. Raises `NoRoomError` if the engine cannot run."""
     model, nodes = question.model, question.cluster.node_class(shape.nodes)
     if shape.pipeline_parallel_size > model.layers:
-        raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
+        raise NoRoomError(f"{model.name} has {model.layers} layers, too few for {shape.pipeline_parallel_size} stages")
     refused = AS_STORED.tp_refusal(
         model, shape.tensor_parallel_size, routed=shape.apart is None and shape.parallel is None
     )
@@ -109,7 +109,8 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
 
 
 def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[KVTier, ...]:
-    """The KV tiers of an engine. Raises ValueError that begins with `key` if a tier cannot hold the longest request."""
+    """The KV tiers of an engine. Raises ValueError, which begins with `key`, if the longest request does not fit a
+    tier."""
     return tiers_of(
         shape.kv_tiers,
         key,
@@ -128,8 +129,8 @@ def _kv_bytes(question: SizingQuestion, shape: EngineSetup) -> float:
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
-    """The times of an engine and of its host, which overlaps with the GPU under asynchronous scheduling. Raises
-    ValueError if the profile lacks the degree."""
+    """The times of an engine and of its host. With asynchronous scheduling, the host overlaps with the GPU. Raises
+    ValueError if the profile lacks the tensor-parallel degree."""
     nodes = question.cluster.node_class(shape.nodes)
     grid = question.profiles[question.cluster.nodes.index(nodes)].grid(shape.tensor_parallel_size)
     if shape.async_scheduling and grid.host.priced:
@@ -138,8 +139,8 @@ def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
 
 
 def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -> EngineGrid | None:
-    """The times of the drafter of an engine with times `grid`: a separate model, or a layer like the engine's; None
-    without one. Raises `NoRoomError` if the drafter cannot be divided like the engine."""
+    """The times of the drafter of an engine with times `grid`; None without a drafter. The drafter is a separate model,
+    or a layer like the engine's layers. Raises `NoRoomError` if the drafter cannot be divided like the engine."""
     if shape.drafts is None or shape.drafts.speculative.method == "ngram":
         return None
     if shape.drafts.model is None:
@@ -153,7 +154,7 @@ def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -
 
 
 def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
-    """Times of ranks that divide experts, from the source of the profile. Raises `NoRoomError` if it has none."""
+    """Times of ranks that divide experts, from the profile's source. Raises `NoRoomError` if the source has none."""
     nodes = question.cluster.node_class(shape.nodes)
     profile = question.profiles[question.cluster.nodes.index(nodes)]
     if profile.source.startswith("calibration"):
@@ -171,14 +172,14 @@ def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apa
     memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.usable
     if held > memory:
         raise NoRoomError(
-            f"an FFN rank has memory for {memory / 1e9:.0f} GB of the {held / 1e9:.0f} GB of its experts and their"
-            " activations"
+            f"an FFN rank has memory for {memory / 1e9:.0f} GB, but its experts and their activations need"
+            f" {held / 1e9:.0f} GB"
         )
 
 
 def group_cost(question: SizingQuestion, shape: EngineSetup) -> AfdCost:
-    """Cost of an engine with attention and FFN on separate GPUs; times are from the source of the profile. Raises
-    `NoRoomError` if there are none."""
+    """Cost of an engine with attention and FFN on separate GPUs, with times from the source of the profile. Raises
+    `NoRoomError` if the source has no such times."""
     return _group_cost(
         question.cluster.node_class(shape.nodes),
         question.model,
@@ -201,7 +202,7 @@ def _group_cost(
     apart, source = shape.apart, profile.source.partition(":")[0]
     assert apart is not None
     if source not in ("tables", "roofline"):
-        raise NoRoomError(f"attention and FFN apart have no times of a {source}: give --profile roofline")
+        raise NoRoomError(f"a {source} has no times for attention and FFN on separate GPUs: give --profile roofline")
     stages = _stages(nodes.gpu, model, shape.tensor_parallel_size, apart.ffn, source)
     stages = replace(stages, attention=replace(stages.attention, terms=profile.terms))
     net = fabric(nodes)
@@ -220,7 +221,7 @@ def _stages(gpu: GPU, model: ModelSpec, tp: int, ffn: int, source: str) -> Stage
 
 
 def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:
-    """The engines of a candidate. Raises `NoRoomError` if one cannot run."""
+    """The engines of a candidate. Raises `NoRoomError` if an engine cannot run."""
     made = []
     for place, pool in enumerate(candidate.pools):
         shape = pool.shape
@@ -244,7 +245,7 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
 
 
 def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
-    """The ranks of each group."""
+    """The ranks of a pool's groups, which divide the experts."""
     shape, grid = pool.shape, experts_of(question, pool.shape)
     drafter, alike = drafter_of(question, shape, grid.own), shape.drafts is not None and shape.drafts.model is None
     cost = _expert_cost(grid, config, grid_of(question, shape).host, question.model, drafter, alike)
@@ -261,7 +262,8 @@ def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: Engine
 
 
 def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork | None:
-    """The network for KV between pools: each GPU has its share of its node's network, at the slower side's speed."""
+    """The network for KV between pools; None for colocated engines. Each GPU has an equal share of its node's network,
+    and the slower side determines the speed."""
     if candidate.architecture == "colocated":
         return None
     apart = [pool for pool in candidate.pools if pool.role != "colocated"]
@@ -273,7 +275,7 @@ def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork 
 
 @lru_cache(maxsize=128)
 def _cost(grid: EngineGrid, config: EngineConfig, drafter: EngineGrid | None) -> GridCost:
-    """The cost of an engine, cached since many candidates differ only in the number of engines."""
+    """The cost of an engine. Cached, since many candidates differ only in the number of engines."""
     return GridCost(grid, config, drafter=drafter)
 
 
@@ -288,7 +290,7 @@ def _expert_grid(
 def _expert_cost(
     grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec, drafter: EngineGrid | None, alike: bool
 ) -> ExpertCost:
-    """Cost with uniform expert load, also for the experts of a drafter that is a layer like the model's."""
+    """Cost with uniform load on the experts. `alike`: the drafter is a layer like the model's, with its own experts."""
     experts = model.experts
     assert experts is not None
     shares = power_law(experts.count, experts.active, 0.0, grid.layers, 0)

@@ -1,6 +1,6 @@
 """Expected rates of candidates, from the rates of similar candidates.
 
-Invariant: an expectation says where a search begins and which candidates come first; no candidate is rejected for it.
+Invariant: an expectation decides where a search begins and which candidates come first, but rejects no candidate.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from dataclasses import dataclass, field, replace
 from libra.serving.candidate import EnginePool, ServingCandidate
 from libra.serving.draws import ANSWERS, PROMPTS
 
-_SHORT = 0.9  # share of the prefill engines' rate; below this share, decode engines limit a pair
-_CLOSE = 0.8  # least share of the prefill engines' rate at which decode engines probably keep up
+_SHORT = 0.9  # decode engines limit a pair whose rate is below this share of its prefill engines' rate
+_CLOSE = 0.8  # decode engines with this share of the prefill engines' rate probably keep up
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
     rate: float  # requests/s
-    hardest: str  # draw
-    sure: bool  # whether all pools are known
+    hardest: str  # name of the draw that probably limits the rate
+    sure: bool  # whether all pools of the candidate are known
 
 
 @dataclass(slots=True)
 class Expectations:
     """Rates of known pools: prefill and decode engines in other pairs, and colocated engines with other batches."""
 
-    _prefill: dict[EnginePool, float] = field(default_factory=dict)  # requests/s, where they limit a pair
-    _decode: dict[EnginePool, tuple[float, bool]] = field(default_factory=dict)  # requests/s; whether they limit it
+    _prefill: dict[EnginePool, float] = field(default_factory=dict)  # requests/s of pools that limited a pair
+    _decode: dict[EnginePool, tuple[float, bool]] = field(default_factory=dict)  # requests/s; whether the pool limited
     _colocated: dict[tuple[object, ...], Expectation] = field(default_factory=dict)
 
     def learn(self, candidate: ServingCandidate, rate: float, hardest: str, most: float) -> None:
-        """`most` is the rate that the candidate's prefill engines serve."""
+        """Learn the rate of a candidate. `most` is the rate that its prefill engines serve alone."""
         first, last = candidate.pools[0], candidate.pools[-1]
         if candidate.architecture == "colocated":
             self._colocated[_kind(last)] = Expectation(rate, hardest, True)
@@ -42,7 +42,7 @@ class Expectations:
             self._decode[last] = rate, limits
 
     def of(self, candidate: ServingCandidate, most: float) -> Expectation | None:
-        """The rate and the draw that probably limits it; None if nothing is known of colocated engines like these."""
+        """The expectation for a candidate, at most `most` requests/s; None for colocated engines of an unknown kind."""
         first, last = candidate.pools[0], candidate.pools[-1]
         if candidate.architecture == "colocated":
             known = self._colocated.get(_kind(last))

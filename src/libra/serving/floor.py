@@ -1,12 +1,12 @@
-"""Lower bounds on the times of one engine's iterations: the prices of a bound.
+"""Lower bounds ("floors") on the times of one engine's iterations, which are the prices of a bound.
 
 Invariant: no iteration of the simulated engine takes less than any of its floors. A floor is affine in an iteration's
-outputs, tokens, context and prefill, so the floors of many iterations add up to the floor of their work, however the
-work is spread over them.
+outputs, tokens, context and prefill. So the floors of many iterations add up to the floor of their work, no matter how
+the work is divided.
 
-A floor of an iteration that computes `x` tokens is a line below the cheapest possible iteration; parts that are not
-convex in `x` are lost. Attention has the cheapest slopes between the grid's points. Overhead of the host
-that overlaps with the GPU is a floor of its own.
+As a function of the number of computed tokens, a floor is a line below the cheapest possible iteration; parts that are
+not convex are lost. Attention has the cheapest slopes between the grid's points. Host overhead that overlaps with the
+GPU is a floor of its own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ _LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Lower bound on the seconds of an iteration: `iteration`, `output` for each request that gets a token, `token` for
-    each computed token, `context` for each token of context of decoding requests, `pair` for each pair of a prefilled
-    token and one that it attends to, minus `chunk` for each request that completes its prompt; `drafts` for all drafts
-    that a request verifies."""
+    """Lower bound on the seconds of an iteration: the sum of its fields, each times its count, with `chunk`
+    subtracted."""
 
-    iteration: float
-    output: float
-    token: float
-    context: float
-    pair: float
-    chunk: float
-    drafts: float = 0.0
+    iteration: float  # once
+    output: float  # per request that gets a token
+    token: float  # per computed token
+    context: float  # per token of context of decoding requests
+    pair: float  # per pair of a prefilled token and a token that it attends to
+    chunk: float  # subtracted per request that completes its prompt
+    drafts: float = 0.0  # per request that verifies drafts, for all its drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,8 @@ class Prices:
     """All floors of an engine, and the least seconds of single iterations."""
 
     floors: tuple[Floor, ...]
-    admission: float  # of a request
-    admitted_token: float  # of its context
+    admission: float  # per admitted request
+    admitted_token: float  # per token of an admitted request's context
     prompt: tuple[tuple[Array, float], ...]  # ([tokens + 1] of an iteration with `tokens` tokens of one prompt, pair)
     alone: tuple[tuple[Array, float, float], ...]  # ([tokens + 1] of any iteration, context, chunk)
 
@@ -60,8 +58,8 @@ class Prices:
 def prices(
     grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
-    """Prices of an engine. `contexts` are the shortest and the longest context of decoding requests; `drafter` has the
-    times of the drafter. A decoding request counts with all tokens that it may have, `config.tokens_each`."""
+    """Prices of an engine. `contexts` are the shortest and the longest context of decoding requests, and `drafter` the
+    times of the drafter. A decoding request counts as the most tokens that it may compute, `config.tokens_each`."""
     host = grid.host
     beside, each = (0.0, 0.0) if host.overlapped else (host.iteration, host.request)
     floors, prompt, alone, drafts = [], [], [], config.tokens_each - 1
@@ -74,7 +72,7 @@ def prices(
             if least[1] >= 0:
                 lines = _hull(least)
                 floors += [Floor(start + beside, each, token, slope, pair, chunk) for start, token in lines]
-                if drafts:  # they count as tokens, even those for which a full iteration has no room
+                if drafts:  # drafts count as tokens, even drafts for which a full iteration has no room
                     lines = _hull(np.pad(least, (0, config.max_num_seqs * drafts), "edge"))
                     floors += [
                         Floor(start + beside, each, token, slope, pair, chunk, drafts * token) for start, token in lines
@@ -101,15 +99,15 @@ def prices_of_rank(
     grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
     """Prices of one of several ranks that divide experts: the rank's own part, and the part that all ranks compute
-    together. All ranks share the latter, so a token costs each rank its increment; and it takes no less than without
-    the other ranks. Times of experts for drafts, and of a drafter's experts, are left out.
+    together. In the common part a token of any rank costs every rank its increment. The common part takes no less time
+    than with this rank's tokens alone. Experts' times for drafts, and times of a drafter's experts, are left out.
     """
     own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
     tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))
     seconds: Array = grid.layers * grid.layer_seconds(tokens / grid.gpus) * (1 - _ROUNDING)
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # tables are not monotone
-    before = np.concatenate([seconds[:1], seconds[:-1]])  # of the same number of tokens, or of fewer
+    before = np.concatenate([seconds[:1], seconds[:-1]])  # seconds of the same number of tokens, or of fewer
     lines = hull_lines(tokens.astype(float), before, _LINES)
     alone: Array = np.concatenate([before[:1], np.interp(np.arange(1, most + 1), tokens, before)])
 
@@ -117,7 +115,7 @@ def prices_of_rank(
         found: Array = least + (alone[: len(least)] if surely else alone[1])
         return found
 
-    drafts = config.speculative is not None  # an iteration may have fewer than are counted
+    drafts = config.speculative is not None  # an iteration may have fewer tokens than are counted
 
     return Prices(
         tuple(
@@ -133,11 +131,11 @@ def prices_of_rank(
 
 
 def group_prices(cost: AfdCost, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
-    """Prices of an attention rank: its own part with the least possible times of FFN and links added, and its share of
-    their work for all ranks.
+    """Prices of an attention rank: its own part plus the least possible times of FFN and links, and its share of the
+    work that FFN and links do for all ranks.
 
-    Each of an iteration's lines is a floor, with the fewest possible tokens and without padding. A rank's own part is
-    rounded to whole ticks for each token of context in every layer, so this rounding is subtracted.
+    Each line of an iteration's cost is a floor, with the fewest possible tokens and without padding. The simulator
+    rounds a rank's own part to whole ticks per token of context and layer; a floor subtracts this rounding.
     """
     config = replace(config, capture_sizes=())
     found = []
@@ -156,7 +154,7 @@ def group_prices(cost: AfdCost, config: EngineConfig, contexts: tuple[int, int])
 
 def _of_line(grid: EngineGrid, factor: int, more: float) -> EngineGrid:
     terms = grid.terms.slowed(factor)
-    more /= max(1.0, terms.linear or 0.0, terms.decode)  # these factors are for the rank's own part only
+    more /= max(1.0, terms.linear or 0.0, terms.decode)  # these factors apply to the rank's own part only
     decode = tuple(
         tuple(factor * (one - batch * context / TICKS) + more for context, one in zip(grid.contexts, row, strict=True))
         for batch, row in zip(grid.batches, grid.decode, strict=True)
@@ -181,11 +179,10 @@ def _below(floor: Floor) -> Floor:
 def _attention(
     grid: EngineGrid, config: EngineConfig, longest: int, drafter: EngineGrid | None
 ) -> Iterator[tuple[float, float]]:
-    """Yield (pair, chunk): the attention of any chunk takes at least `pair` for each of its pairs of tokens, minus
-    `chunk`.
+    """Yield (pair, chunk), seconds: the attention of any chunk takes at least `pair` per pair of tokens, minus `chunk`.
 
-    Tables are not monotone, most of all for short chunks after long prefixes: a larger `pair` needs a larger `chunk`.
-    A chunk that counts as a decoding request has no attention.
+    Tables are not monotone, most of all for short chunks after long prefixes, so a larger `pair` needs a larger
+    `chunk`. A chunk that counts as a decoding request has no attention.
     """
     most = config.max_num_batched_tokens
     tokens = np.arange(1, most + 1)
@@ -203,7 +200,7 @@ def _attention(
 
 
 def _slopes(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -> tuple[float, ...]:
-    """Prices of a token of context to try: 0, and the highest that stays close to the grid."""
+    """Prices of a token of context for which floors are made: 0, and the highest price that stays close to the grid."""
     tokens = float(config.kv_blocks * config.block_size)
     lines = iteration_lines(grid, config.max_num_seqs, contexts=contexts, kv_tokens=max(tokens, contexts[0]))
     return (0.0, lines[0].per_context_token)
@@ -212,11 +209,11 @@ def _slopes(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -
 def _decode(
     grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], slope: float, drafter: EngineGrid | None
 ) -> Array:
-    """[requests + 1] seconds of the device in an iteration in which `requests` requests decode, beyond `slope` for each
-    token of context and without the linear layers of drafts; infinite for 0 requests.
+    """[requests + 1] seconds of the device in an iteration in which `requests` requests decode; infinite for 0
+    requests. `slope` seconds per token of context are subtracted, and the linear layers of drafts are left out.
 
-    A padded batch has a shorter mean context than its requests, but at least half of it; contexts that differ count as
-    up to twice as long as they can be.
+    A padded batch has a shorter mean context than its requests, but at least half of it. Different contexts may count
+    as up to twice the longest context.
     """
     terms = grid.terms
     sizes = _sizes(config)
@@ -236,7 +233,7 @@ def _decode(
 
 
 def _sizes(config: EngineConfig) -> Array:
-    """[requests] sizes, in requests, of the CUDA graphs that run 1, 2, ... decoding requests."""
+    """[requests] sizes, in requests, of the CUDA graphs for 1, 2, ... decoding requests."""
     each = config.tokens_each
     sizes: Array = np.array(
         [-(-padded(requests * each, config.capture_sizes) // each) for requests in range(1, config.max_num_seqs + 1)]
@@ -245,8 +242,8 @@ def _sizes(config: EngineConfig) -> Array:
 
 
 def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: bool, chunked: bool = False) -> Array:
-    """[tokens + 1] least seconds of the device in any iteration that computes `tokens` tokens or more, of prompts or of
-    decoding requests. `chunked`: only iterations with a chunk of a prompt; `launched`: launching is a lower bound."""
+    """[tokens + 1] least seconds of the device in any iteration with `tokens` tokens or more, of prompts or of decoding
+    requests. `chunked`: only iterations with a chunk of a prompt. `launched`: launches of kernels are a lower bound."""
     terms, host = grid.terms, grid.host
     seqs, most, each = config.max_num_seqs, config.max_num_batched_tokens, config.tokens_each
     run = np.array([padded(tokens, config.capture_sizes) for tokens in range(most + 1)])
@@ -262,18 +259,18 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
     else:
         saved = np.concatenate([[0.0], terms.decode * grid.decode_seconds_at(_sizes(config), [0])[:, 0]]) + drafts
         together = terms.linear * linear
-    # Together with decoding requests a chunk costs only what it adds to their linear layers.
+    # Together with decoding requests, a chunk costs only its addition to their linear layers.
     cheaper = np.minimum.accumulate(np.concatenate([[0.0], np.minimum(0.0, decode[1:] - saved[1:])]))
     beside = cheaper[np.minimum((np.arange(most + 1) - 1) // each, seqs).clip(0)]
     if each > 1:
-        beside[most] = cheaper[seqs]  # drafts without room are left out
+        beside[most] = cheaper[seqs]  # drafts beyond the token budget are left out
     mixed = together + beside
     if launched and (host.piecewise or host.eager):
         largest = config.capture_sizes[-1] if config.capture_sizes else 0
         launching = np.where(np.arange(most + 1) <= largest, host.piecewise, host.eager)
         mixed = np.maximum(mixed, launching)
     least = mixed.copy()
-    if chunked:  # a chunk with the tokens of a decoding request counts as one
+    if chunked:  # a chunk with as many tokens as a decoding request counts as a decoding request
         least[each] = min(least[each], decode[1:].min())
     else:
         np.minimum.at(least, tokens[1:], decode[1:])
@@ -281,8 +278,8 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
 
 
 def _hull(least: Array) -> list[tuple[float, float]]:
-    """Lines below `least`, which are nowhere negative. They are fitted to some of its points. It rises between two
-    points, so the later one gets the value of the first token after the earlier one."""
+    """Lines below `least` that are nowhere negative, fitted to some of its points. `least` rises between two points, so
+    the later point gets the value at the first token after the earlier point."""
     most = len(least) - 1
     points = np.unique(np.concatenate([np.arange(1, min(most, 64) + 1), np.arange(64, most + 1, 32), [most]]))
     points = points[points <= most]

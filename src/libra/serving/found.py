@@ -1,7 +1,7 @@
 """State of a search: points, rejections with their reasons, and candidates left to simulate.
 
 Invariant: a candidate is rejected without a full simulation only if a bound, or the simulation of one of its pools,
-shows one of two things: it misses the given rate, or a point serves more and is no slower.
+shows one of two things: the candidate misses the given rate, or a point serves more and is no slower.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from libra.serving.question import SizingQuestion
 from libra.serving.verdict import Rival, tenths
 
 _WAVE = 4  # candidates that are simulated before the rest is checked again
-_NEXT = 4  # candidates considered for the next best
+_NEXT = 4  # candidates among which the next best is sought
 _PROMISING = 0.3  # candidates with at least this share of the best point's bound are often simulated
-_SURE = 0.75  # share of the expected rate that a candidate serves in short runs, if it is as expected
+_SURE = 0.75  # share of the expected rate that a candidate surely serves, if the expectation is right
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     candidates: int
-    out: int  # by bound, or dominated
-    simulated: int
+    out: int  # candidates rejected by a bound
+    simulated: int  # candidates with a simulation, of all engines or of one pool
     best: Point | None
-    tried: int  # those that were simulated as a whole
-    due: int  # those of the others that probably will be
+    tried: int  # candidates with a simulation of all engines
+    due: int  # other candidates that will probably get such a simulation
 
 
 class Found:
@@ -54,7 +54,7 @@ class Found:
         self.reasons: dict[ServingCandidate, Rejection] = {}
         self.runs = 0
         self.front: list[Point] = []
-        self.rivals: dict[ServingCandidate, Point | None] = {}  # the point of the highest value that is no slower
+        self.rivals: dict[ServingCandidate, Point | None] = {}  # the point with the highest value that is no slower
         self.expectations = Expectations()
         self._tenths: dict[ServingCandidate, tuple[int, int]] = {}
         self._left: list[ServingCandidate] = []
@@ -76,14 +76,14 @@ class Found:
                 left.append(candidate)
         self._tell()
         while left:
-            # Rivals come before those that they may beat.
+            # The best candidates come first, so that they can beat the others.
             left.sort(key=self._order)
             wave: list[Asking] = []
             later: list[ServingCandidate] = []
             while left and len(wave) < _WAVE:
                 candidate = left.pop(0)
                 if question.rate is None and any(_alike(candidate, it.candidate) for it in wave):
-                    later.append(candidate)  # the result of the other one shows where to begin
+                    later.append(candidate)  # the result of the similar candidate will show where to begin
                 elif not self._is_out(candidate):
                     wave.append(self._asking(candidate))
             left.extend(later)
@@ -91,18 +91,18 @@ class Found:
                 yield wave
 
     def _order(self, candidate: ServingCandidate) -> tuple[float, float]:
-        """Lower comes first: the fastest on idle engines; without a given rate, the candidates with the highest
-        expected rate per cost and per unused share of the limits."""
+        """Key of the order of simulation, lowest first. With a given rate, the fastest candidates on idle engines come
+        first; without one, the candidates with the highest product of expected rate per cost and unused limits."""
         if self.question.rate is not None:
             return sum(self._idle(candidate)), -self._promised(candidate)
         return -self._room(candidate) * self._hoped(candidate), sum(self._idle(candidate))
 
     def _room(self, candidate: ServingCandidate) -> float:
-        """Share of the limits that idle engines leave."""
+        """Share of the limits that latencies on idle engines leave unused."""
         return prod(1 - it / 10 for it in self._idle(candidate))
 
     def _hoped(self, candidate: ServingCandidate) -> float:
-        """Requests/s per cost that are expected, or at most the bound."""
+        """Expected requests/s per cost; the bound if nothing is expected."""
         if self.question.rate is not None:
             return self._promised(candidate)
         bound = self.bounded[candidate].rate
@@ -110,9 +110,9 @@ class Found:
         return (bound if expected is None else expected.rate) / self.question.cost(candidate)
 
     def _due(self) -> int:
-        """The number of remaining candidates that will probably be simulated. Without a given rate, these are the
-        candidates whose bound is not much below the points' bounds; otherwise those that no point beats by the
-        bounds."""
+        """The number of remaining candidates that will probably be simulated. With a given rate, these are the
+        candidates that no point beats by the bounds. Without one, they are the candidates that promise at least
+        `_PROMISING` of the best point."""
         if self.question.rate is None:
             best = max((self._room(it.candidate) * it.value for it in self.front), default=0.0)
             return sum(self._room(it) * self._hoped(it) >= _PROMISING * best for it in self._left)
@@ -134,8 +134,8 @@ class Found:
         return self.expectations.of(candidate, self._most(candidate))
 
     def _is_out(self, candidate: ServingCandidate) -> bool:
-        """Reject the candidate if a bound, or one of its pools, shows that it is no better than a point found; return
-        whether it is rejected."""
+        """Reject the candidate if a bound, or one of its pools, shows that a point is at least as good. Returns whether
+        the candidate is rejected."""
         question, bound = self.question, self.bounded[candidate]
         proven = rival(tenths(question, bound.ttft, bound.tpot), self.front)
         if proven is not None and proven.value > self._promised(candidate):
@@ -149,8 +149,8 @@ class Found:
         return candidate in self.reasons
 
     def _better(self, candidate: ServingCandidate, better: Point | None) -> Point | None:
-        """The point of the highest value that is no slower than the candidate, if `better` is such a point. The
-        candidate is rejected if it serves less."""
+        """Reject the candidate if it serves less than a point that is no slower, beginning with the point `better`.
+        Returns the last such point; None if there is none."""
         question = self.question
         while not self._is_short(candidate, better):
             if better is None or question.rate is not None:
@@ -177,7 +177,7 @@ class Found:
         return more if served else None
 
     def _rival_at(self, candidate: ServingCandidate, rate: float) -> Point | None:
-        """The point of the highest value that is no slower than the candidate at this rate."""
+        """The point with the highest value among those that are no slower than the candidate at `rate`."""
         ttft, tpot = self.bounds.idle(candidate)
         most = rival(tenths(self.question, inf, tpot), self.front)
         if most == rival(self._idle(candidate), self.front):
@@ -185,8 +185,8 @@ class Found:
         return rival(tenths(self.question, max(ttft, self.pools.ttft(candidate, rate)), tpot), self.front)
 
     def _is_short(self, candidate: ServingCandidate, better: Point | None) -> bool:
-        """Reject the candidate if a bound or a pool shows that it serves less than the given rate, or than `better`;
-        return whether it is rejected."""
+        """Reject the candidate if a bound or a pool shows that it serves less than the given rate, or less than
+        `better`. Returns whether the candidate is rejected."""
         question, rate = self.question, self.question.rate
         if better is not None and better.value > self._promised(candidate):
             self._reject(candidate, "dominated", f"is slower than {better.candidate}, and cannot serve more")
@@ -210,7 +210,8 @@ class Found:
         return self._tenths[candidate]
 
     def _most(self, candidate: ServingCandidate) -> float:
-        """Upper bound on the candidate's requests/s; without a given rate, also by its prefill engines alone."""
+        """Upper bound on the candidate's requests/s. Without a given rate, the rate of its prefill engines alone is
+        also a bound."""
         bound = self.bounded[candidate].rate
         return bound if self.question.rate is not None else min(bound, self.pools.highest(candidate, bound))
 
@@ -269,11 +270,11 @@ class Found:
     def _near_miss(
         self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
     ) -> NearMiss | None:
-        """The next best candidate, and its worst miss of an objective at a rate where it would be better than the best
-        point. None if no simulation of the next best candidate ends.
+        """The next best candidate, and its worst miss of an objective at a rate at which the candidate would beat the
+        best point. None if the simulation of no such candidate ends.
 
-        Without a given rate, the next best candidate has the highest goodput. With a given rate, it is nearest to its
-        objectives, among the few candidates with the highest bounds.
+        Without a given rate, the next best candidate is the one with the highest goodput. With a given rate, it is the
+        one nearest to its objectives, among the few candidates with the highest bounds.
         """
         question = self.question
 
@@ -286,7 +287,7 @@ class Found:
         return min(misses, key=lambda it: it.seconds / it.limit, default=None)
 
     def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
-        """The miss of the objective that the candidate exceeds most; None if a simulation of the candidate does not
+        """The miss of the objective that the candidate exceeds most. None if a simulation of the candidate does not
         end."""
         rate = self.question.rate or best.value * self.question.cost(candidate) * 2 ** (1 / STEPS)
         trials = checked(self.question, candidate, rate)

@@ -1,4 +1,4 @@
-"""The rate at which a candidate keeps its objectives, both on the record and on draws of the record.
+"""The rate at which a candidate meets its objectives, both on the record and on draws of the record.
 
 Invariant: a rate that holds was simulated on the record and on each of its draws, and missed no objective. The rate
 depends only on the question and the candidate.
@@ -44,21 +44,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The trial on the record at the rate that holds, and all checks at that rate; or the objective that is missed; or
-    the rival that is no slower at that rate."""
+    """The highest rate that holds for a candidate, or the reason why no rate of interest holds."""
 
-    trial: Trial | None
-    checks: tuple[Check, ...] = ()
-    missed: str = ""
+    trial: Trial | None  # on the record, at the rate; None: no rate holds
+    checks: tuple[Check, ...] = ()  # at the rate
+    missed: str = ""  # missed objective, if no rate holds
     runs: int = 0
-    too_little: bool = False  # whether it serves less than `Asking.least`
+    too_little: bool = False  # whether the candidate serves less than `Asking.least`
     rate: float = 0.0  # requests/s at which all draws are served; 0: none
-    hardest: str = RECORD  # the last one that lowered the rate
-    slower: Rival | None = None
+    hardest: str = RECORD  # the record or draw that was the last to lower the rate
+    slower: Rival | None = None  # rival that is no slower at the rate
 
 
 def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[ServingCandidate, RateBound]:
-    """The least of the bounds on the rate over the record and its draws; latencies are those of the record."""
+    """The bounds of each candidate. The rate is the least bound over the record and its draws; latencies are bounds on
+    the record alone."""
     question = bounds.question
     drawn = [(it, Bounds(replace(question, requests=it.requests), bounds)) for it in draws(question.requests)]
     found = {}
@@ -73,8 +73,8 @@ def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[
 
 
 def held_rate(question: SizingQuestion, asking: Asking) -> Held:
-    """Find the highest rung at which the record and all its draws are served, or check the rate that the question
-    gives. Rungs below `asking.least` are not tried."""
+    """Find the highest rung at which the candidate serves the record and all its draws, or check the rate that the
+    question gives. Rungs below `asking.least` are not tried."""
     runs = Runs(question, asking.candidate)
     if question.rate is not None:
         return _at_rate(question, runs, question.rate)
@@ -94,22 +94,22 @@ def _at_rate(question: SizingQuestion, runs: Runs, rate: float) -> Held:
 
 
 class _SlowError(Exception):
-    """The candidate serves the draws at a rate, and is no faster at this rate than a rival of the same value."""
+    """The candidate serves the draws at `rate`, but at this rate `rival` is no slower and has at least its value."""
 
     def __init__(self, rival: Rival, rate: float, hardest: str) -> None:
         self.rival, self.rate, self.hardest = rival, rate, hardest
 
 
 def _highest(question: SizingQuestion, runs: Runs, asking: Asking) -> Held:
-    """Search on the hardest draw from the expected rate; then downwards on the other draws, and on the record."""
+    """Search from the expected rate on the hardest draw, then downwards on the other draws and on the record."""
     lowest = rung_above(asking.least) if asking.least else LOWEST
     order, rung = _beginning(runs, asking)
     rung = max(rung, lowest)
     order = _look(runs, asking, order, rate_of(rung))
     tried, bound, hardest = dict[str, Trial](), asking.bound, order[0]
     while late := _late(order, tried, bound):
-        # A candidate that serves the draws also serves the record, unless a run shows otherwise before the candidate is
-        # slower than a rival.
+        # Draws are harder than the record, so a candidate that serves them is expected to serve the record. The run on
+        # the record may then stop as soon as the candidate is slower than a rival.
         rivals = tuple(_rivals(asking, bound)) if late == RECORD and tried else ()
         try:
             passed, missed = around(partial(runs.lasting, late, rivals=rivals), rung, bound, lowest=lowest)
@@ -125,7 +125,7 @@ def _highest(question: SizingQuestion, runs: Runs, asking: Asking) -> Held:
 
 
 def _beginning(runs: Runs, asking: Asking) -> tuple[list[str], int]:
-    """The draws, with the probably hardest draw first, then the record; and the rung to begin with."""
+    """(draws, probably hardest first, then the record; the rung at which the search begins)."""
     first, rate = asking.first, asking.bound if asking.start is None else asking.start
     rung = FIRST if rate == inf else rung_of(rate) - (STEPS if asking.start is None else 0)  # misses end early
     for name in () if asking.sure else (it for it in runs.drawn if it != first or asking.start is None):
@@ -137,8 +137,8 @@ def _beginning(runs: Runs, asking: Asking) -> tuple[list[str], int]:
 
 
 def _look(runs: Runs, asking: Asking, order: list[str], rate: float) -> list[str]:
-    """Run each draw once at the expected rate. Run the record, too, if rivals have a higher value than the candidate
-    can be; return the order with the first that missed at its head.
+    """Run each draw once at the expected rate; run the record, too, if a rival has a higher value than the candidate
+    can have. Returns `order` with the first draw that missed moved to the front.
     """
     if rate > asking.bound:
         return order
@@ -154,7 +154,8 @@ def _look(runs: Runs, asking: Asking, order: list[str], rate: float) -> list[str
 
 
 def _rivals(asking: Asking, rate: float) -> Iterator[Rival]:
-    """Rivals with a higher value than the candidate at `rate`, or with the same value and lower latency."""
+    """Yield rivals with a higher value than the candidate at `rate`. A rival with the same value must be strictly
+    faster, so its tenths are raised by one."""
     for rival in asking.rivals:
         ttft, tpot = rival.tenths
         if isclose(rival.rate, rate):
@@ -165,7 +166,7 @@ def _rivals(asking: Asking, rate: float) -> Iterator[Rival]:
 
 
 def _late(order: Sequence[str], tried: Mapping[str, Trial], rate: float) -> str | None:
-    """The next draw, or the record, to simulate at a rate; None if all were simulated."""
+    """The next draw, or the record, to simulate at `rate`; None if all were simulated at this rate."""
     new = (it for it in order if it not in tried)
     return next(new, None) or next((it for it in order if tried[it].rate != rate), None)
 
@@ -180,7 +181,7 @@ def _on(name: str, missed: str) -> str:
 
 
 def surely_serves(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> tuple[bool, int]:
-    """Whether short runs on each draw leave `_SPARE` of each limit at a rate, and their number."""
+    """(whether short runs on all draws leave `_SPARE` of each limit unused at `rate`, number of runs)."""
     runs = Runs(question, candidate)
     for name in runs.drawn:
         one = runs.brief(name, rate)
@@ -190,7 +191,7 @@ def surely_serves(question: SizingQuestion, candidate: ServingCandidate, rate: f
 
 
 def checked(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> dict[str, Trial]:
-    """Trials of the record and its draws at a rate, which continue after a miss."""
+    """Trials of the record and its draws at `rate`. A trial continues after a miss."""
     runs = Runs(question, candidate)
     return {name: runs.lasting(name, rate, to_the_end=True) for name in runs.names}
 

@@ -1,7 +1,7 @@
-"""Simulated latencies on idle engines: tighter lower bounds than those of prices.
+"""Simulated latencies on idle engines, which are tighter lower bounds than those from prices.
 
-Assumption: a request is served no faster with other requests than alone, up to `SLACK`. A cached prefix makes a
-request faster, so each request is simulated with only the tokens that no cache has.
+Assumption: other requests make a request no faster than it is alone, up to `SLACK`. A cached prefix does make a request
+faster, so the simulation of a request has only the tokens that no cache has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
 
 SLACK = 0.01
-_APART = 10.0  # seconds between two requests for each token of the first, more than any engine needs
+_APART = 10.0  # seconds to the next arrival per token of a request, more than any engine needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class IdleLatency:
 
 @dataclass(slots=True)
 class IdleEngines:
-    """Simulates, each alone, the few requests of a question that decide its percentiles."""
+    """Simulates the few requests of a question that decide its percentiles, each request alone."""
 
     question: SizingQuestion
     _known: dict[EngineSetup, IdleLatency] = field(init=False, default_factory=dict)
 
     def of(self, shape: EngineSetup, work: RequestWork) -> IdleLatency:
-        """Latencies on an engine of this shape. Groups of ranks are not simulated, nor are engines with drafts, since
-        drafts depend on a request's number."""
+        """Latencies on an engine of this shape. Groups of ranks and engines with drafts are not simulated: drafts
+        depend on a request's number."""
         if shape not in self._known:
             self._known[shape] = self._simulated(replace(shape, kv_tiers=()), work)
         return self._known[shape]
@@ -69,6 +69,6 @@ class IdleEngines:
         return IdleLatency((1 - SLACK) * ttft, (1 - SLACK) * tpot)
 
     def _few(self, metric: Metric, count: int) -> int:
-        """Number of requests that decide a percentile: those that may exceed it, and one more; 0 for a mean."""
+        """Number of requests that decide a percentile: one more than the number that may exceed it; 0 for a mean."""
         allowed = statistic(self.question, metric).allowed(count)
         return 0 if allowed is None else allowed + 1

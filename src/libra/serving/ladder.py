@@ -1,8 +1,8 @@
 """The ladder of rates, and the highest rungs that candidates serve in simulation.
 
-Invariant: all candidates are compared on the same rungs. The result of a candidate does not depend on other candidates,
-on the process that simulates it, or on its bound, as long as the bound holds. A candidate that serves a lasting rate
-also serves the record once at it.
+Invariant: all candidates are compared on the same rungs. The result of a candidate depends neither on other candidates
+nor on the process that simulates it, nor on the value of a valid bound. A candidate that serves a lasting rate also
+serves the record once at this rate.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from libra.sim.workload.requests import RecordedRequest
 STEPS = 16  # rungs of an octave
 LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
 FIRST = 2 * STEPS  # first rung to try without a bound
-_ARRIVALS = 20_000  # requests that are enough for a rate to count as lasting
-_ENOUGH = 4_000  # the same in a search, which has many candidates; more if they arrive within `BRIEF`
+_ARRIVALS = 20_000  # most requests for which a run must last so that its rate counts as lasting
+_ENOUGH = 4_000  # the same in a search, which has many candidates; see `sustained_arrivals`
 
 
 def rate_of(rung: int) -> float:
@@ -36,20 +36,20 @@ def rung_of(rate: float) -> int:
 
 
 def rung_above(rate: float) -> int:
-    """The lowest rung whose rate is `rate` or more, up to rounding."""
+    """The lowest rung with a rate of `rate` or more, up to rounding."""
     return ceil(STEPS * log2(rate) - 1e-6)
 
 
 def highest_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
-    """The trial at the highest rung at which a candidate serves the record once; None if there is no such rung. Rungs
+    """The trial at the highest rung at which a candidate serves the record once; None if it does so at no rung. Rungs
     above `bound` count as missed."""
     rung = FIRST if bound == inf else rung_of(min(max(bound, rate_of(LOWEST)), rate_of(HIGHEST)))
     return around(partial(trial, question, candidate), rung, bound)[0]
 
 
 def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
-    """Like `highest_rate`, for lasting rates. The search begins at the highest rate at which the candidate serves the
-    record once, and goes downwards. Long runs at failing rates end early."""
+    """As `highest_rate`, for lasting rates. The search goes down from the highest rate at which the candidate serves
+    the record once. Long runs at failing rates end early."""
     once = highest_rate(question, candidate, bound)
     if once is None or _lasting_arrivals(question, once.rate) <= len(question.requests):
         return once
@@ -57,9 +57,9 @@ def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: f
 
 
 def sustained_arrivals(question: SizingQuestion, rate: float) -> int:
-    """Least number of requests of a run that sustains a rate. It is the smaller of `_ENOUGH` and
-    the arrivals in `LASTING` times the longest allowed wait; but at least the arrivals in `BRIEF` times the shortest
-    wait, and at most `_ARRIVALS`."""
+    """Least number of requests of a run that shows that a rate is sustained: the arrivals in `LASTING` times the
+    longest allowed wait, but at most `_ENOUGH`. The number is always at least the arrivals in `BRIEF` times the
+    shortest wait, and at most `_ARRIVALS`."""
     brief = ceil(rate * BRIEF * question.shortest_wait)
     return min(max(min(_lasting_arrivals(question, rate), _ENOUGH), brief), _ARRIVALS)
 
@@ -71,9 +71,9 @@ def _lasting_arrivals(question: SizingQuestion, rate: float) -> int:
 def around(
     asked: Callable[[float], Trial], rung: int, bound: float = inf, resolution: int = 1, lowest: int = LOWEST
 ) -> tuple[Trial | None, str]:
-    """The trial at the highest rung that passes, to `resolution` rungs, and the last missed objective. The search
-    starts at `rung` in steps that double, downwards until a rung passes or upwards until one fails, and ends by
-    bisection. Rungs above `bound` count as failed, those below `lowest` are not tried."""
+    """(trial at the highest rung that passes, to `resolution` rungs; last missed objective). From `rung` the search
+    goes down until a rung passes, or up until a rung fails, in steps that double. Then it bisects. Rungs above `bound`
+    count as failed, and rungs below `lowest` are not tried."""
     low, high, step = lowest - 1, HIGHEST + 1, resolution
     rung, passed, missed = max(rung, lowest), None, ""
     while high - low > resolution:
@@ -95,8 +95,8 @@ def around(
 
 
 def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
-    """The last of several runs, each with twice the requests of the run before: a few requests suffice to reject a rate
-    that is far too high, and a run of thousands would take long."""
+    """The last of several runs, each with twice the requests of the run before. So a rate that is far too high fails
+    after a few requests instead of thousands."""
     most, least = _lasting_arrivals(question, rate), len(question.requests)
     while True:
         least = min(2 * least, max(most, len(question.requests)))
@@ -119,7 +119,7 @@ class Asking:
     candidate: ServingCandidate
     bound: float = inf  # requests/s
     least: float = 0.0  # requests/s
-    start: float | None = None  # requests/s that it probably serves
+    start: float | None = None  # requests/s that the candidate probably serves
     first: str | None = None  # the draw that is probably the hardest to serve
-    sure: bool = False  # whether it probably serves the other draws, too; otherwise short runs show it
-    rivals: tuple[Rival, ...] = ()  # a candidate that is no faster than one of them is of no interest
+    sure: bool = False  # whether it probably serves the other draws, too; if not, short runs check this
+    rivals: tuple[Rival, ...] = ()  # the candidate must be faster than each of these to be of interest

@@ -1,6 +1,6 @@
 """The menu: the settings that a search tries.
 
-Invariant: a menu file is valid, or is refused in one line that names the key. Candidates have a fixed order, each once.
+Invariant: an invalid menu file is refused in one line that names the key. Each candidate comes once, in a fixed order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Count = Annotated[int, Field(strict=True, ge=1)]
 _Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]
 _Price = Annotated[float, Field(gt=0, le=MOST_PRICE)]
 _Tiers = Annotated[tuple[KVTierSection, ...], Field(min_length=1)]  # the nearest first
-# Numbers of engines of a pool to try: steps of about a quarter of an octave above 8.
+# Numbers of engines of a pool that the search tries; above 8 in steps of about a quarter of an octave.
 COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (5, 6, 7, 8)))
 
 
@@ -67,12 +67,12 @@ class MenuFile(Section):
     @model_validator(mode="after")
     def _has_groups(self) -> Self:
         if "afd" in self.model_fields_set and "attention-ffn" not in self.architectures:
-            raise ValueError("afd is given, and architectures has no attention-ffn: add it, or leave afd out")
+            raise ValueError("afd is given, but architectures lacks attention-ffn: add attention-ffn, or leave afd out")
         return self
 
     def cluster(self, given: Cluster) -> Cluster:
-        """The cluster with only the menu's node classes. Raises ValueError if the cluster lacks one of these classes,
-        or if a price is for a class outside the menu.
+        """The cluster with only the menu's node classes. Raises ValueError if the cluster lacks such a class, or if a
+        price is for a class outside the menu.
         """
         try:
             taken = (
@@ -122,7 +122,7 @@ class MenuFile(Section):
 
 
 DEFAULT = MenuFile()
-_MOST = 2_000  # shapes of engines; the number of prefill/decode pairs grows with its square
+_MOST = 2_000  # most shapes of engines; the number of prefill/decode pairs grows with the square
 
 
 def load_menu(path: Path) -> MenuFile:
@@ -137,9 +137,9 @@ class ServingMenu:
     file: MenuFile = DEFAULT
 
     def candidates(self, question: SizingQuestion) -> Iterator[ServingCandidate]:
-        """Yield the candidates within GPUs and budget. With a rate, pools have every number of engines; without one,
-        the largest possible, since the rate per GPU hardly depends on it. Raises ValueError if the file names values
-        that the cluster or the profiles do not have."""
+        """Yield the candidates within GPUs and budget. With a given rate, pools have every number of engines. Without
+        one, pools have only the largest possible number, since the rate per GPU hardly depends on it. Raises ValueError
+        if the file names values that the cluster or the profiles lack."""
         file = self.file
         shapes = self.shapes(question)
         if "colocated" in file.architectures:
@@ -148,7 +148,7 @@ class ServingMenu:
         if "prefill-decode" in file.architectures:
             prefill, decode = self._roles(shapes)
             for one, other in product(prefill, decode):
-                if one.drafts == other.drafts:  # the drafter has KV of the prompt, too
+                if one.drafts == other.drafts:  # the drafter needs KV of the prompt, too
                     yield from self._apart(question, one, other)
         if "attention-ffn" in file.architectures:
             prefill, decode = self._roles([it for it in shapes if it.drafts is None])
@@ -157,9 +157,10 @@ class ServingMenu:
                 yield from self._apart(question, one, replace(other, apart=apart))
 
     def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
-        """Shapes of prefill and of decode engines. Prefill engines run few requests at a time, so only the largest
-        `max_num_seqs` counts. Decode engines have few prompt tokens, so only the largest `max_num_batched_tokens`
-        counts; they have no pipeline, into which vLLM does not pull KV, and no tiers, as they pull whole prompts."""
+        """(shapes of prefill engines, shapes of decode engines). Prefill engines run few requests at a time, so only
+        the largest `max_num_seqs` counts. Decode engines have few prompt tokens, so only the largest
+        `max_num_batched_tokens` counts. Decode engines have no pipeline, since vLLM does not pull KV into one, and no
+        tiers, since they pull whole prompts."""
         seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
         prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in shapes)
         decode = dict.fromkeys(
@@ -168,7 +169,7 @@ class ServingMenu:
         return list(prefill), list(decode)
 
     def _groups(self, model: ModelSpec) -> list[Apart]:
-        """The menu's groups that can divide the model. Raises ValueError if none can."""
+        """The menu's groups that can divide the model. Raises ValueError if no group can."""
         pairs = list(product(self.file.afd.attention, self.file.afd.ffn, self.file.afd.micro_batches))
         refusals = [afd_refusal(model, *it) for it in pairs]
         found = [Apart(*it) for it, refused in zip(pairs, refusals, strict=True) if refused is None]
@@ -181,7 +182,7 @@ class ServingMenu:
         found = list(dict.fromkeys(islice(self._shapes(question), 10 * _MOST)))
         if len(found) > _MOST:
             raise ValueError(
-                f"the menu gives more than {_MOST:,} engine settings: list fewer values of max_num_seqs,"
+                f"the menu has more than {_MOST:,} engine settings: list fewer values of max_num_seqs,"
                 " max_num_batched_tokens and other keys"
             )
         return found
@@ -240,7 +241,7 @@ class ServingMenu:
                     yield EngineSetup(name, tp, 1, seqs, tokens, asynchronous, parallel=ranks, drafts=draft)
 
     def _check_reach(self, model: ModelSpec, profile: EngineProfile, degrees: Sequence[int]) -> None:
-        """Raise ValueError if batches are larger than those for which the profile has times."""
+        """Raise ValueError if the menu has larger batches than the profile has times for."""
         grids = [it for it in profile.engines if it.tp in degrees]
         for key, given, reach in (
             ("max_num_seqs", self.file.max_num_seqs, [it.most_sequences for it in grids]),
@@ -275,7 +276,7 @@ class ServingMenu:
 
 
 def _may_be_ahead(stages: int, drafts: Drafts | None) -> bool:
-    """Whether such engines may schedule asynchronously."""
+    """Whether engines with these stages and drafts may schedule asynchronously."""
     return stages == 1 and (drafts is None or drafts.speculative.method != "ngram")
 
 
@@ -284,14 +285,14 @@ def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
 
 
 def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
-    """Raise ValueError, since the menu has no candidate for the question; `InfeasiblePlanError` if the menu has a
-    candidate with more GPUs or money."""
-    more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
+    """Raise the reason why the menu has no candidate for the question: `InfeasiblePlanError` if more GPUs or a larger
+    budget would allow one, otherwise ValueError."""
+    more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # with a rate: all pool sizes
     if not more:
         raise ValueError(
-            "no engine of the menu fits this cluster: a pipeline has no drafts and is no decode engine,"
-            " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
-            " experts, and the cluster has the GPUs of all `engines`"
+            "no engine of the menu fits this cluster: engines with a pipeline must not have drafts or be decode"
+            " engines, max_num_batched_tokens must be max_num_seqs or more, data_parallel_size x tensor_parallel_size"
+            " must divide the experts, and the cluster must have the GPUs of all `engines`"
         )
     raise _nothing_so_small(question, more)
 

@@ -1,4 +1,5 @@
-"""Engines of many shapes and GPU types for a rate of requests: planned, simulated, and planned again after a miss.
+"""Mixes of engines of many shapes and GPU types for a rate of requests. A solver plans a mix, a simulation checks it,
+and after a miss the solver plans again.
 
 Invariant: a returned mix served the requests within every objective in its own simulation. The solver proves that no
 mix costs less at the rates of single engines. Many engines together serve more than the sum of single engines, so a
@@ -28,17 +29,17 @@ from libra.serving.objective import Objective
 from libra.serving.question import SizingQuestion
 from libra.serving.trial import Trial, trial
 
-_AMPLE = 16  # engines of the other role, while one engine's rate is measured
+_AMPLE = 16  # engines of the other role in the simulation of one engine
 _BOUNDED = 4_000  # least number of requests in bounds on the rate of one engine
 _ARRIVALS = 20_000  # least number of requests in the simulation of a plan
 _PLANS = 40  # simulated plans after which the search gives up
-_GOLDEN = 0.618034  # its multiples, without their whole parts, spread evenly
+_GOLDEN = 0.618034  # golden ratio: the fractional parts of its multiples are spread evenly
 
-Tell = Callable[[str, int, int], None]  # a message, the steps done, and all steps; 0 of 0: unknown
+Tell = Callable[[str, int, int], None]  # (message, finished steps, all steps); 0 and 0: unknown
 
 
 class NoMixError(ValueError):
-    """No plan passed its simulation."""
+    """No engine serves any rate, or no plan passed its simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class ServingMix:
     options: tuple[ServingOption, ...]  # with the rates that single engines serve
     plan: ServingPlan
     trial: Trial
-    missed: tuple[str, ...]  # earlier plans, each with the objective that it missed
+    missed: tuple[str, ...]  # earlier plans, each with its missed objective
     solver_seconds: float  # CPU time of all plans
 
     def claim(self) -> str:
@@ -57,7 +58,7 @@ class ServingMix:
         return f"{kind} for what single engines serve (proven by CP-SAT){tried}"
 
     def document(self) -> dict[str, Any]:
-        """JSON values."""
+        """The mix as JSON values."""
         return {
             "candidate": asdict(self.candidate),
             "gpus": self.candidate.devices,
@@ -73,7 +74,7 @@ class ServingMix:
 
 
 class Weighted(LeastLoaded):
-    """The instance with the least load relative to its rate."""
+    """Routes a request to the instance with the least load relative to the instance's rate."""
 
     NAME = "least-loaded-by-rate"
     REASON = "least loaded for its rate"
@@ -98,10 +99,11 @@ def plan_mix(
     note: Callable[[str], None] = lambda _: None,
     tell: Tell = lambda *_: None,
 ) -> ServingMix:
-    """The cheapest mix that serves the question's rate; `tell` gets progress messages.
+    """Find the cheapest mix that serves the question's rate. `note` gets a line for each missed plan, and `tell` gets
+    progress messages.
 
-    Raises `InfeasiblePlanError` if there are too few GPUs, `NoMixError` if plans keep missing an objective, and
-    ValueError if the question gives no rate.
+    Raises `InfeasiblePlanError` if the GPUs or the budget are too few, `NoMixError` if plans keep missing an objective,
+    and ValueError if the question gives no rate.
     """
     rate = question.rate
     if rate is None:
@@ -133,24 +135,27 @@ def plan_mix(
         note(f"plan {len(missed)} misses {tried.missed}: {candidate}")
         problem = problem.without(plan.counts)
     raise NoMixError(
-        f"{_PLANS} plans missed an objective, the last one {tried.missed}: lower the rate, or raise a limit"
+        f"{_PLANS} plans missed an objective, the last plan {tried.missed}: lower the rate, or raise a limit"
     )
 
 
 def single_engines(
     question: SizingQuestion, menu: ServingMenu, jobs: int = 1, tell: Tell = lambda *_: None
 ) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
-    """The lasting rate of one engine of each shape in each role, simulated with ample engines of the other role.
+    """(options, their shapes): the lasting rate of one engine of each shape in each role, simulated with ample engines
+    of the other role.
 
-    Engines that serve nothing are left out. Of several KV tiers only those with the highest rate are kept. Sending and
-    receiving KV is priced at the slowest network of the menu.
+    Engines that serve no rate are left out. If shapes differ only in their KV tiers, the shape with the highest rate is
+    kept. Sending and receiving KV is priced at the slowest network of the menu.
     """
     if "attention-ffn" in menu.file.architectures:
-        raise ValueError("architectures has attention-ffn: a plan does not mix such groups; leave it out, or --plan")
+        raise ValueError(
+            "architectures has attention-ffn, which a plan does not support: leave attention-ffn out, or --plan"
+        )
     if "prefill-decode" in menu.file.architectures and len(menu.file.speculative) > 1:
         raise ValueError(
-            "speculative has several entries, and a plan may mix any prefill and decode engines, which need the same"
-            " drafts: give one, leave prefill-decode out, or --plan"
+            "speculative has several entries, but a plan may combine any prefill and decode engines, and these need the"
+            " same drafts: give one entry, or leave out prefill-decode or --plan"
         )
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(replace(alone, requests=repeated(alone.requests, _BOUNDED)))
@@ -204,7 +209,7 @@ def single_engines(
 
 def _served(question: SizingQuestion, asking: Sequence[Asking], jobs: int, tell: Tell) -> dict[ServingCandidate, Trial]:
     """The lasting rates of the candidates that serve any rate."""
-    # Slow engines are neighbours in the menu. In a spread order, the first engines show the time of all.
+    # Slow engines are neighbours in the menu. In a spread order, the first engines are representative of all.
     spread = [it for _, it in sorted(enumerate(asking), key=lambda it: it[0] * _GOLDEN % 1)]
     tell(f"0 of {len(asking)} single engines simulated", 0, len(asking))
     found = {}

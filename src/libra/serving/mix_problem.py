@@ -5,7 +5,7 @@ Sets        o in O      options: an engine of a shape, in a role (colocated, pre
             k in K      plans that proved insufficient
 Parameters  R           requests/s to be served
             rate[o]     requests/s that one engine serves in its role
-            link[o]     requests/s for which its network sends KV (prefill) or receives it (decode)
+            link[o]     requests/s whose KV its network can send (prefill) or receive (decode)
             gpus[o], cost[o], class[o];   limits GPUS[c], GPUS, COST
             had[k, r]   sum over o of role r of rate[o] times its engines in plan k
 Variables   n[o]        engines, a whole number
@@ -25,9 +25,9 @@ gpus        sum over o of gpus[o] n[o]           <=  GPUS
 cost        sum over o of cost[o] n[o]           <=  COST
 cut[k]      at least one more[k, r];   more[k, r]  =>  sum over o of r of rate[o] n[o] > had[k, r]
 
-A cut demands more of some role: it assumes capacity is monotone in each role. Rates are integers in thousandths of a
-request a second, those of engines rounded down. Costs are integers in parts of one unit of cost, rounded up; the
-cheapest engine costs a thousand parts or more where the solver's integers allow it.
+A cut demands that some role serves more, which assumes that capacity is monotone in each role. Rates are integers, in
+thousandths of a request a second; rates of engines are rounded down. Costs are integers, in parts of one unit of cost,
+rounded up. The cheapest engine costs a thousand parts or more if the solver's integers allow it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ortools.sat.python import cp_model
 from libra.plan.problem import InfeasiblePlanError
 
 _PARTS = 1000  # of a request a second
-_EFFORT = 60.0  # limit of the solver, in its deterministic seconds: the same on any machine
+_EFFORT = 60.0  # limit of the solver, in its deterministic seconds, which are equal on all machines
 
 ServingRole = Literal["colocated", "prefill", "decode"]
 
@@ -57,7 +57,7 @@ class ServingOption:
     gpus: int
     cost: float
     rate: float
-    link: float = 0.0  # of roles that send or receive KV
+    link: float = 0.0  # rate at which the network sends or receives KV; 0 for colocated engines
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.cost <= 0 or self.rate < 0 or self.link < 0:
@@ -74,7 +74,7 @@ class ServingProblem:
     there_are: Mapping[str, int]  # GPUs of each class of nodes
     gpus: int | None = None
     budget: float | None = None
-    cuts: tuple[tuple[int, ...], ...] = ()  # engines of each option, of plans that were found insufficient
+    cuts: tuple[tuple[int, ...], ...] = ()  # for each insufficient plan: engines of each option
 
     def without(self, counts: tuple[int, ...]) -> ServingProblem:
         """The problem with a cut for one more insufficient plan."""
@@ -93,13 +93,13 @@ class ServingPlan:
 
 
 def solve_serving(problem: ServingProblem) -> ServingPlan:
-    """The cheapest plan. Raises `InfeasiblePlanError` if there is none."""
+    """Find the cheapest plan. Raises `InfeasiblePlanError` if no plan exists."""
     model = cp_model.CpModel()
     options = problem.options
     # Variables
     most = [problem.there_are[it.nodes] // it.gpus for it in options]
     if problem.rate > sum(it.rate * count for it, count in zip(options, most, strict=True)):
-        raise InfeasiblePlanError(_conflict(problem))  # also a rate that no integer of the solver holds
+        raise InfeasiblePlanError(_conflict(problem))  # also for a rate beyond the solver's integers
     wanted, parts = ceil(problem.rate * _PARTS), _parts_of_cost(options)
     n = [model.new_int_var(0, most[o], f"n_{it.name}") for o, it in enumerate(options)]
     d = model.new_int_var(0, 2 * wanted, "d")
@@ -140,7 +140,7 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = _EFFORT
-    solver.parameters.catch_sigint_signal = False  # it would end the solver alone, not the command
+    solver.parameters.catch_sigint_signal = False  # otherwise Ctrl-C would end only the solver, not the command
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise InfeasiblePlanError(_conflict(problem))
@@ -150,8 +150,8 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
 
 
 def _parts_of_cost(options: Sequence[ServingOption]) -> float:
-    """Parts of one unit of cost: a power of ten such that the cheapest option costs a thousand parts or more, if the
-    most expensive one then still fits the solver's integers."""
+    """Parts of one unit of cost: a power of ten at which the cheapest option costs a thousand parts or more, unless the
+    most expensive option would then exceed the solver's integers."""
     costs = [it.cost for it in options]
     finest = max(3, 3 - floor(log10(min(costs))))
     return 10.0 ** min(finest, 9 - floor(log10(max(costs))))

@@ -1,7 +1,7 @@
 """Service level objectives: limits of latencies, and the number of requests that may exceed them.
 
-Invariant: an objective is met or missed by all requests together, with the metric as in `sim.outcome`: percentiles are
-nearest-rank, TPOT is of requests of two tokens or more. A request that did not finish misses every objective.
+Invariant: all requests together meet or miss an objective. Metrics are those of `sim.outcome`: percentiles are
+nearest-rank, and TPOT is over requests of two tokens or more. A request that did not finish misses every objective.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Metric = Literal["ttft", "tpot", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 PERCENTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 NAMES = tuple(f"{metric}_{statistic}" for metric in METRICS for statistic in ("mean", *PERCENTS))
-# Of a mean m, at most a share 1/k of all values exceeds k * m (Markov's inequality).
+# If values have a mean m, at most a share 1/k of them exceeds k * m (Markov's inequality).
 _MARKOV = (1.5, 3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """`metric`'s `statistic` is at most `limit` seconds."""
+    """The objective that the `statistic` of `metric` is at most `limit` seconds."""
 
     metric: Metric
     statistic: str  # mean, p50, p90, p95 or p99
@@ -45,14 +45,14 @@ class Objective:
         return f"{self.metric}_{self.statistic}"
 
     def allowed(self, requests: int) -> int | None:
-        """Number of requests, of `requests`, that may exceed the limit; None for a mean, which limits no single
+        """Number of requests, among `requests`, that may exceed the limit; None for a mean, which limits no single
         request."""
         percent = PERCENTS.get(self.statistic)
         return None if percent is None else requests + -percent * requests // 100
 
     @property
     def fewest(self) -> int:
-        """The fewest requests of which one may exceed the limit; 1 for a mean."""
+        """The least number of requests of which one may exceed the limit; 1 for a mean."""
         return -(-100 // (100 - PERCENTS.get(self.statistic, 0)))
 
     def value(self, seconds: Sequence[float] | NDArray[np.float64]) -> float:
@@ -71,7 +71,7 @@ class Objective:
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
-    """`ttft_p99=1s,tpot_p99=50ms`; a number without unit is seconds. Raises ValueError.
+    """Parse objectives such as `ttft_p99=1s,tpot_p99=50ms`. A number without unit is seconds. Raises ValueError.
 
     >>> parse_objectives("ttft_p99=1000ms")
     (Objective(metric='ttft', statistic='p99', limit=1.0),)
@@ -80,7 +80,7 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
     for part in text.split(","):
         name, equals, number = (it.strip() for it in part.partition("="))
         if not equals:
-            raise ValueError(f"{part.strip()!r} is not an objective; give them as ttft_p99=1s,tpot_p99=50ms")
+            raise ValueError(f"{part.strip()!r} is not an objective; give objectives like ttft_p99=1s,tpot_p99=50ms")
         if name not in NAMES:
             raise ValueError(unknown("objective", name, NAMES))
         metric, _, statistic = name.partition("_")
@@ -90,7 +90,8 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
 
 
 def check_objectives(objectives: Iterable[Objective]) -> tuple[Objective, ...]:
-    """Check and return objectives. Raises ValueError if one is given twice, or if none limits the wait of requests."""
+    """Check and return objectives. Raises ValueError if an objective occurs twice, or none limits the wait of a
+    request."""
     made = tuple(objectives)
     names = [it.name for it in made]
     for name in names:
@@ -98,7 +99,7 @@ def check_objectives(objectives: Iterable[Objective]) -> tuple[Objective, ...]:
             raise ValueError(f"{name} is given twice; give it once")
     if not any(it.metric in ("ttft", "latency") for it in made):
         raise ValueError(
-            "no objective limits the wait of a request, so every rate meets them: add one for ttft or latency, such"
-            " as ttft_p99=1"
+            "no objective limits the wait of a request, so every rate would pass: add an objective for ttft or latency,"
+            " such as ttft_p99=1"
         )
     return made

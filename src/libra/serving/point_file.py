@@ -1,7 +1,7 @@
-"""Writes a point of an answer as a file of engines, which can be simulated again, changed and kept.
+"""Writes a point of an answer as an engines file, which users can simulate again, change and keep.
 
 Invariant: with the question's requests at the point's rate, repeated as in the search, the file reproduces the search's
-own simulation to the last digit. A part that cannot be written exactly is refused by name.
+own simulation to the last digit. A point with a part that cannot be written exactly is refused, with the part's name.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _WIDTH = 120
 
 
 def write_engines(answer: SizingAnswer, directory: Path | str) -> tuple[Path, ...]:
-    """Write a file of engines for each point of the answer, in order: `point-1.yaml` is the best point. Makes the
-    directory. Raises ValueError if the directory already has such files, since a user may have changed them. Also
-    raises the errors of `engines_text`."""
+    """Write an engines file for each point of the answer, in order: `point-1.yaml` is the best point. Creates the
+    directory if needed. Raises ValueError if the directory already has such files, since a user may have changed them,
+    and the errors of `engines_text`."""
     directory = Path(directory)
     check_engines_directory(directory)
     paths = [directory / f"{_PREFIX}{number}.yaml" for number in range(1, len(answer.points) + 1)]
@@ -48,19 +48,19 @@ def write_engines(answer: SizingAnswer, directory: Path | str) -> tuple[Path, ..
 
 
 def check_engines_directory(directory: Path) -> None:
-    """Raise ValueError unless `write_engines` can write there without overwriting a file."""
+    """Raise ValueError unless `write_engines` can write to `directory` without overwriting a file."""
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory}: is not a directory; give one to write engine files to")
+        raise ValueError(f"{directory}: is not a directory; give a directory for engine files")
     there = next(it for it in (directory, *directory.absolute().parents) if it.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: {there} cannot be written to; give another directory for engine files")
     taken = next(iter(sorted(directory.glob(f"{_PREFIX}*.yaml"))), None)
     if taken is not None:
-        raise ValueError(f"{taken}: exists already; give another directory, or remove it")
+        raise ValueError(f"{taken}: exists already; give another directory, or remove the file")
 
 
 def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -> str:
-    """The command that simulates the file at `path` like the search."""
+    """The command that simulates the file at `path` as the search did."""
     origin = _origin(question)
     requests = "REQUESTS" if origin.requests is None else shlex.quote(origin.requests)
     scale = repr(point.trial.rate / question.natural_rate)
@@ -70,7 +70,7 @@ def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -
 
 
 def engines_text(question: SizingQuestion, point: Point, path: Path | str) -> str:
-    """The text of the file to write at `path`. Raises ValueError if a model, GPU or profile cannot be named."""
+    """The text of a point's file at `path`. Raises ValueError if the file cannot name a model, GPU or profile."""
     candidate, link = point.candidate, network(question, point.candidate)
     document: dict[str, Any] = {"engines": [_engines(question, pool) for pool in candidate.pools], "route": ROUTE}
     if link is not None:
@@ -86,7 +86,7 @@ def _comment(question: SizingQuestion, point: Point, path: Path | str) -> Iterat
     gpus = f"{point.candidate.devices:,} GPU{'s' if point.candidate.devices > 1 else ''}"
     yield str(point.candidate)
     yield f"Found by libra search for {question.model.name}: {point.trial.rate:.6g} requests/s on {gpus}"
-    yield f"within {limits}. Simulated: {reached}. The same again:"
+    yield f"within {limits}. Simulated: {reached}. To simulate again:"
     yield f"  {simulate_command(question, point, path)}"
 
 
@@ -97,7 +97,7 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
         gpu = described_gpu(nodes.gpu)
         node = _node(nodes)
     except ValueError as error:
-        raise ValueError(f"nodes {nodes.name} cannot be written as a file of engines: {error}") from None
+        raise ValueError(f"nodes {nodes.name} cannot be written to an engines file: {error}") from None
     keys: dict[str, Any] = {"name": pool.role, "count": pool.count}
     if pool.role != "colocated":
         keys["role"] = pool.role
@@ -110,7 +110,7 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
     keys["max_num_batched_tokens"] = shape.max_num_batched_tokens
     keys["async_scheduling"] = shape.async_scheduling
     if origin.host != "none" and not grid_of(question, shape).host.priced:
-        # A host without overhead needs no CUDA graphs, so batches are not padded; but memory for graphs is kept.
+        # A host without overhead needs no CUDA graphs, so batches are not padded; memory for graphs stays reserved.
         keys |= {"enforce_eager": True, "kv_blocks": configuration(question, shape).kv_blocks}
     if shape.parallel is not None:
         keys |= {"data_parallel_size": shape.parallel.size, "enable_expert_parallel": True}
@@ -132,7 +132,7 @@ def _node(nodes: NodeClass) -> dict[str, Any]:
 
 
 def _link(net: Fabric) -> dict[str, float]:
-    """The network of each GPU."""
+    """The keys of each GPU's share of the network."""
     return {"bandwidth": net.network / net.gpus, "latency": net.network_latency}
 
 
@@ -149,7 +149,7 @@ def _drafts(question: SizingQuestion, drafts: Drafts) -> dict[str, Any]:
 
 
 def _model(given: str, model: ModelSpec) -> str:
-    """The name of a model, or an absolute path. Raises ValueError if neither gives the model."""
+    """The name of a model, or its absolute path. Raises ValueError if loading it would give another model."""
     named = str(Path(given).absolute()) if Path(given).exists() else model.name
     try:
         same = load_model(named) == model
@@ -157,14 +157,14 @@ def _model(given: str, model: ModelSpec) -> str:
         same = False
     if not same:
         raise ValueError(
-            f"{model.name} cannot be written as a file of engines: {named} is no known model of that shape, and no"
+            f"{model.name} cannot be written to an engines file: {named} is neither a known model of that shape nor a"
             " config.json; give the search its config.json"
         )
     return named
 
 
 def _profile(question: SizingQuestion, shape: EngineSetup) -> str:
-    """The profile of an engine. Divided experts need times from the same source as the profile of whole engines."""
+    """The profile of an engine. The file's one key is also the source of times of divided experts and groups."""
     given = _file(_origin(question).profile, "auto", "tables", "roofline")
     if (shape.parallel is None and shape.apart is None) or given not in ("auto", "tables"):
         return given
@@ -174,8 +174,8 @@ def _profile(question: SizingQuestion, shape: EngineSetup) -> str:
     model = None if shape.drafts is None else shape.drafts.model
     if model is not None and question.drafters[model].profiles[place].source.startswith("tables"):
         raise ValueError(
-            f"{model}, a draft model, has its times from tables, and the engines of {shape.nodes} from a roofline: a"
-            " file of engines has one source for both; search with --profile roofline"
+            f"the draft model {model} has times from tables, but the engines of {shape.nodes} from a roofline; an"
+            " engines file has one source for both: search with --profile roofline"
         )
     return "roofline"
 
@@ -186,7 +186,7 @@ def _file(given: str, *words: str) -> str:
 
 def _origin(question: SizingQuestion) -> Origin:
     if question.origin is None:
-        raise ValueError("the question has no origin: give it one, with model, profile and host")
+        raise ValueError("the question has no origin: set its origin, with model, profile and host")
     return question.origin
 
 

@@ -1,9 +1,9 @@
-"""Upper bounds on the rates of a pair's pools: each pool is simulated with ample engines of the other role, once for
-all pairs.
+"""Upper bounds on the rates of the two pools of a pair. Each pool is simulated once for all pairs, with ample engines
+of the other role.
 
-Assumption: a candidate that serves a rate also meets its objectives one rung of the ladder lower with more or faster
-engines of the other role, or with more engines of one shape. At the rate itself it may miss them: ample prefill engines
-pass on bursts that the pair's own prefill engines would spread.
+Assumption: if a candidate serves a rate, it also meets its objectives one rung of the ladder lower with more or faster
+engines of the other role, or with more engines of one shape. At the rate itself such a candidate may miss them, since
+ample prefill engines pass on bursts that the pair's own prefill engines would spread.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ AMPLE = 16  # engines of the other role
 _FIRST = 2 * STEPS  # first rung to try without a bound
 _COARSE = 4  # rungs between the rates at which TTFT is known
 
-_Asked = tuple[RoleName, EngineSetup, EngineSetup | None, int]  # role, shape, ample shape before it, engines
+_Asked = tuple[RoleName, EngineSetup, EngineSetup | None, int]  # role, shape, shape of ample prefill engines, engines
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMiss:
     pool: EnginePool
-    rate: float  # requests/s at which it was simulated
+    rate: float  # requests/s of the simulation
     objective: str
 
     def __str__(self) -> str:
@@ -42,13 +42,13 @@ class PoolMiss:
 
 
 class Pools:
-    """Pools of the pairs of one question. Prefill engines serve only prompts; decode engines get prompts from ample
-    engines of the fastest prefill shape with the same class of nodes and drafts as the pair's. The requests are those
-    of the draw that is usually hardest for the role."""
+    """Pools of the pairs of one question. Prefill engines serve only prompts. Decode engines get prompts from ample
+    prefill engines, of the fastest shape with the same class of nodes and the same drafts as the pair's. The requests
+    come from the draw that is usually hardest for the role."""
 
     def __init__(self, question: SizingQuestion, bounds: Bounds, candidates: Iterable[ServingCandidate]) -> None:
         self.question, self.runs = question, 0
-        self._missed: dict[_Asked, PoolMiss] = {}  # at the lowest rate that was missed
+        self._missed: dict[_Asked, PoolMiss] = {}  # at the lowest rate of a miss
         self._passed: dict[_Asked, float] = {}
         self._ttft: dict[tuple[EnginePool, float], float] = {}
         self._highest: dict[EnginePool, int] = {}
@@ -60,7 +60,7 @@ class Pools:
             self._fastest[shape] = min(alike, key=lambda it: paces[it])
 
     def highest(self, candidate: ServingCandidate, bound: float) -> float:
-        """Highest rate in requests/s, on the ladder, that the prefill engines of a pair serve; infinite for a colocated
+        """Highest rate of the ladder, in requests/s, that the prefill engines of a pair serve; infinite for a colocated
         candidate. The search begins below `bound`."""
         if candidate.architecture == "colocated":
             return inf
@@ -73,12 +73,13 @@ class Pools:
         return rate_of(self._highest[pool])
 
     def about(self, candidate: ServingCandidate, bound: float) -> float:
-        """As `highest`, estimated by another number of engines if one was simulated."""
+        """As `highest`, but estimated in proportion if another number of the same engines was simulated."""
         near = None if candidate.architecture == "colocated" else self._near(candidate.pools[0])
         return self.highest(candidate, bound) if near is None else rate_of(near)
 
     def _near(self, pool: EnginePool) -> int | None:
-        """The rung of the pool with the nearest number of such engines, in proportion; None if there is none."""
+        """The rung of the simulated pool with the nearest number of the same engines, scaled in proportion; None if no
+        such pool was simulated."""
         alike = [it for it in self._highest if it.shape == pool.shape]
         if not alike:
             return None
@@ -86,7 +87,7 @@ class Pools:
         return self._highest[near] + round(STEPS * log2(pool.count / near.count))
 
     def miss(self, candidate: ServingCandidate, rate: float) -> PoolMiss | None:
-        """The miss of a pool that misses an objective a rung below this rate, or lower; None if no pool does."""
+        """The miss of a pool that misses an objective at one rung below `rate`, or lower; None if no pool does."""
         if candidate.architecture == "colocated":
             return None
         rate /= rate_of(1)
@@ -96,8 +97,9 @@ class Pools:
         return next((it for it in found if it is not None), None)
 
     def ttft(self, candidate: ServingCandidate, rate: float) -> float:
-        """Lower bound on the TTFT of a pair at this rate, in seconds, by the statistic of `trial.statistic`: that of
-        its prefill engines alone on the record, a quarter of an octave lower at most, reduced by `SLACK`."""
+        """Lower bound, in seconds, on the TTFT of a pair at `rate`, as the statistic of `verdict.statistic`. It is the
+        TTFT of the prefill engines alone on the record, reduced by `SLACK`, at a rate up to a quarter of an octave
+        lower."""
         if candidate.architecture == "colocated":
             return 0.0
         pool, rate = candidate.pools[0], rate_of(int(STEPS * log2(rate) + 1e-6) // _COARSE * _COARSE)

@@ -1,6 +1,6 @@
 """The question of a search: model, cluster, requests and objectives.
 
-Invariant: a question in memory is consistent, so it has an answer, which may be "nothing on the menu can".
+Invariant: a question is consistent, so it has an answer, which may be that nothing on the menu can serve.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from libra.serving.objective import Objective, check_objectives
 from libra.sim.clock import seconds
 from libra.sim.workload.requests import RecordedRequest
 
-MOST_PRICE = 1e12  # of a GPU, in whatever unit
-LASTING = 32  # times the longest allowed wait: a rate that is served for that time counts as lasting
-BRIEF = 8  # times the shortest allowed wait: requests that end within that time do not determine a rate
+MOST_PRICE = 1e12  # of a GPU, in the user's unit
+LASTING = 32  # multiple of the longest allowed wait: a rate that is served for this time counts as lasting
+BRIEF = 8  # multiple of the shortest allowed wait: requests that arrive within this time do not determine a rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,23 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Sources of the parts of a question, given by the user, for files that name them."""
+    """The user's arguments from which a question was made, for files that repeat them."""
 
     model: str  # a file, its directory, or a name
     profile: str  # auto, tables, roofline, or a file
     host: str  # none, default, or a file
-    requests: str | None = None  # the file, where there is one
+    requests: str | None = None  # the file; None: requests in memory
 
 
 @dataclass(frozen=True, slots=True)
 class SizingQuestion:
-    """Which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`?
+    """The question which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`.
 
-    Without `rate` (requests/s) the search finds the highest rate of each deployment, with all gaps of the record scaled
-    by one factor; with it, whether each serves that rate. `gpus` and `budget` are limits of one deployment; `budget` is
-    in the unit of `prices`, an hour's price of a GPU by class of nodes. With prices, deployments are compared by cost,
-    else by GPUs. `profiles` are those of the cluster's classes, in their order; `drafters` are keyed by their names in
-    the menu. `origin` is needed to write a point as a file of its engines.
+    With `rate` (requests/s) the search finds out whether each deployment serves this rate. Without `rate` it finds the
+    highest rate of each deployment, with all gaps of the record scaled by one factor. `gpus` and `budget` limit one
+    deployment. `prices` are hourly prices of a GPU by class of nodes, and `budget` is in the same unit. Deployments are
+    compared by cost if there are prices, otherwise by GPUs. `profiles` are in the order of the cluster's classes, and
+    `drafters` are keyed by their names in the menu. Writing a point as an engines file needs `origin`.
     """
 
     cluster: Cluster
@@ -64,7 +64,7 @@ class SizingQuestion:
     prices: Mapping[str, float] = field(default_factory=dict)
     drafters: Mapping[str, Drafter] = field(default_factory=dict)
     origin: Origin | None = None
-    longest: int = field(init=False)  # tokens of the longest context, which engines must hold
+    longest: int = field(init=False)  # tokens of the longest context, for which engines must have memory
 
     def __post_init__(self) -> None:
         check_objectives(self.objectives)
@@ -77,7 +77,8 @@ class SizingQuestion:
             raise ValueError(f"gpus is {self.gpus}; give 1 to {self.cluster.devices:,}, the GPUs of the cluster")
         if len(self.profiles) != len(self.cluster.nodes):
             raise ValueError(
-                f"{len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes: give each one"
+                f"{len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes: give a profile for each"
+                " class"
             )
         for name in self.prices:
             self.cluster.node_class(name)
@@ -92,23 +93,24 @@ class SizingQuestion:
         for name, drafter in self.drafters.items():
             if drafter.model.max_context < self.longest:
                 raise ValueError(
-                    f"{name}, a draft model, is made for {drafter.model.max_context:,} tokens; a request has"
-                    f" {self.longest:,}: leave one of them out"
+                    f"{name}, a draft model, is made for {drafter.model.max_context:,} tokens, but a request has"
+                    f" {self.longest:,}: leave out the request or the drafts"
                 )
 
     @property
     def natural_rate(self) -> float:
-        """Requests/s of the record."""
+        """Requests/s of the record at its own times."""
         return (len(self.requests) - 1) / seconds(self.requests[-1].arrival - self.requests[0].arrival)
 
     @property
     def longest_wait(self) -> float:
-        """Longest limit, in seconds, of an objective for the first token or the end of a request."""
+        """The longest limit, in seconds, among objectives for TTFT or latency."""
         return max(it.limit for it in self.objectives if it.metric != "tpot")
 
     @property
     def shortest_wait(self) -> float:
-        """Shortest such limit, in seconds: a growing backlog misses this objective first."""
+        """The shortest limit, in seconds, among objectives for TTFT or latency. A growing backlog first misses this
+        limit."""
         return min(it.limit for it in self.objectives if it.metric != "tpot")
 
     @property
@@ -116,13 +118,13 @@ class SizingQuestion:
         return "cost" if self.prices else "GPU"
 
     def cost(self, candidate: ServingCandidate) -> float:
-        """An hour's price, or GPUs if there are no prices."""
+        """The price per hour, or the number of GPUs if there are no prices."""
         if not self.prices:
             return float(candidate.devices)
         return sum(count * self.prices[name] for name, count in candidate.by_class().items())
 
     def refusal(self, candidate: ServingCandidate) -> str | None:
-        """The reason why the candidate exceeds GPUs or budget; None if it does not."""
+        """The reason why the candidate exceeds the GPUs or the budget; None if it fits both."""
         for name, count in candidate.by_class().items():
             if count > self.cluster.node_class(name).devices:
                 return f"needs {count:,} GPUs of {name}, of {self.cluster.node_class(name).devices:,}"
@@ -151,10 +153,11 @@ def _check_requests(requests: Sequence[RecordedRequest], model: ModelSpec) -> No
                 raise ValueError(f"request {number}: {name} is {value!r}; give a whole number of {least} or more")
         if it.prefix_tokens > it.prompt_tokens:
             raise ValueError(
-                f"request {number}: prefix_tokens is {it.prefix_tokens}, of a prompt of {it.prompt_tokens}: lower it"
+                f"request {number}: prefix_tokens is {it.prefix_tokens}, more than prompt_tokens, {it.prompt_tokens}:"
+                " lower it"
             )
     if len(requests) < 2 or requests[-1].arrival == requests[0].arrival:
-        raise ValueError("requests all come at one instant: a rate needs two that come at different times")
+        raise ValueError("requests all arrive at one time: give requests at two times or more, which determine a rate")
     if any(later.arrival < sooner.arrival for sooner, later in pairwise(requests)):
         raise ValueError("requests are not in the order of their arrival: sort them")
     for number, it in enumerate(requests):
@@ -162,6 +165,6 @@ def _check_requests(requests: Sequence[RecordedRequest], model: ModelSpec) -> No
             raise ValueError(f"request {number} has cancel_at: whether it was served in time is unknown; leave it out")
         if it.prompt_tokens + it.output_tokens > model.max_context:
             raise ValueError(
-                f"request {number} has {it.prompt_tokens + it.output_tokens:,} tokens; {model.name} is made for"
-                f" {model.max_context:,}: leave it out"
+                f"request {number} has {it.prompt_tokens + it.output_tokens:,} tokens, but {model.name} is made for"
+                f" {model.max_context:,}: leave the request out"
             )

@@ -1,6 +1,6 @@
-"""The work of a question's requests, as columns, and its deadlines.
+"""The work of a question's requests, as columns, and the deadlines of this work.
 
-Invariant: deadlines use only conditions that an objective imposes on all requests except those that may miss it.
+Invariant: a deadline uses only conditions that an objective imposes on all requests except those that may miss it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class RequestWork:
     """The work of requests, as columns."""
 
     def __init__(self, question: SizingQuestion, *, loaded: bool = False) -> None:
-        """`loaded`: a KV tier may hold prefixes, even whole prompts, so an engine may compute only the last token."""
+        """`loaded`: a KV tier may have prefixes, even whole prompts, so an engine may have to compute only the last
+        token."""
         requests = question.requests
         first = requests[0].arrival
-        # Seconds at one request a second.
+        # Arrivals in seconds at a mean rate of one request a second.
         self.arrival = np.array([(it.arrival - first) / TICKS for it in requests]) * question.natural_rate
         prompt = np.array([it.prompt_tokens for it in requests], dtype=float)
         self.output = np.array([it.output_tokens for it in requests], dtype=float)
@@ -49,16 +50,16 @@ class RequestWork:
         return len(self.arrival)
 
     def with_drafts(self, speculative: Speculative) -> RequestWork:
-        """The work with the least verifications for the draws of the simulator: an iteration with fewer drafts, or
-        none, gains no more tokens than one that verifies all. The order of gains is unknown. So a context has grown by
-        at least a token in each earlier iteration, and grows by at most `tokens_each` in each remaining iteration."""
+        """The work with the fewest verifications that the simulator's draws of accepted drafts allow. An iteration with
+        fewer drafts gains no more tokens than an iteration that verifies all drafts. The order of gains is unknown, so
+        a context grows by at least one token and at most `tokens_each` tokens in each iteration."""
         drawn, draws, each = copy(self), Draws(speculative), speculative.tokens_each
         drawn.iterations, drawn.own = np.zeros(len(self)), np.zeros(len(self))
         for request, (new, decoded) in enumerate(zip(self.new, self.decoded.astype(int), strict=True)):
             if decoded:
                 gains = draws.gains(request, 0, int(decoded)).cumsum()
                 count = int(gains.searchsorted(decoded)) + 1
-                left = np.arange(count)  # iterations after each
+                left = np.arange(count)  # iterations that follow each iteration
                 grown = np.maximum(count - 1 - left, decoded - each * (left + 1))
                 drawn.iterations[request] = count
                 drawn.own[request] = (new + 1) * count + grown.sum()
@@ -67,8 +68,8 @@ class RequestWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkDeadline:
-    """All but `misses` requests are served within `seconds` of their arrival, and take at most `tpot` seconds a token
-    if they generate. `of`: the deadline of the prompt alone, or of the whole request."""
+    """All but `misses` requests must be served within `seconds` of their arrival, at `tpot` seconds a token or less.
+    `of` tells whether this is the deadline of the prompt alone or of the whole request."""
 
     of: Literal["prompt", "finish"]
     seconds: Array

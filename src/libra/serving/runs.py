@@ -37,13 +37,13 @@ class Runs:
         return self.names[:-1] or self.names
 
     def brief(self, name: str, rate: float) -> Trial:
-        """A trial of few requests."""
+        """A trial of few requests, whose result is only a hint."""
         record = _repeated(self._records[name], sustained_arrivals(self.question, rate))
         return self._trial(record[: max(_FEWEST, ceil(_BRIEFLY * rate * self.question.shortest_wait))], rate)
 
     def lasting(self, name: str, rate: float, *, to_the_end: bool = False, rivals: Sequence[Rival] = ()) -> Trial:
-        """A trial that is long enough to show a lasting rate; with a given rate, the requests run once. Raises
-        `SlowerError` if it is no faster than one of the rivals."""
+        """A trial that is long enough to show a lasting rate. If the question gives a rate, the requests run once.
+        Raises `SlowerError` if the candidate is no faster than a rival."""
         key = name, rate, to_the_end
         if key not in self._lasting:
             least = 1 if self.question.rate is not None else sustained_arrivals(self.question, rate)
@@ -70,5 +70,5 @@ def _repeated(requests: tuple[RecordedRequest, ...], least: int) -> tuple[Record
 
 @lru_cache(maxsize=16)
 def _times(requests: tuple[RecordedRequest, ...], times: int) -> tuple[RecordedRequest, ...]:
-    """The requests repeated `times` times, cached since all candidates need the same ones."""
+    """The requests repeated `times` times. Cached, since all candidates need the same repetitions."""
     return repeated(requests, times * len(requests))

@@ -1,7 +1,7 @@
-"""Search for deployments that serve requests within objectives: candidates within the bounds are simulated.
+"""Search for deployments that serve requests within objectives, by simulation of the candidates that the bounds allow.
 
 Invariant: the answer depends only on the question and the menu, not on the number of processes. Under the assumptions
-of `pools` and `idle`, simulating all candidates would give the same Pareto set.
+of `pools` and `idle`, a simulation of all candidates would give the same Pareto set.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def search(
     note: Callable[[str], None] = lambda _: None,
     progress: Callable[[Progress], None] | None = None,
 ) -> SizingAnswer:
-    """The Pareto set of deployments that serve the requests within the objectives: goodput per GPU (or per cost, if the
-    menu has prices) against TTFT and TPOT.
+    """Find the Pareto set of deployments that serve the requests within the objectives: goodput per GPU (or per cost,
+    if the menu has prices) against TTFT and TPOT.
 
-    Cluster, model, requests and menu are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other
-    arguments are those of `SizingQuestion` and `engine_profiles`; `jobs` is the number of processes. Raises ValueError
-    if the question cannot have an answer.
+    Cluster, model, requests and menu are values or files. `slo` is a text like `ttft_p99=1,tpot_p99=0.05` or a sequence
+    of objectives. `jobs` is the number of processes; see `SizingQuestion` and `engine_profiles` for the other
+    arguments. Raises ValueError if the question is invalid or no candidate can meet an objective.
     """
     file = menu if isinstance(menu, MenuFile) else load_menu(Path(menu))
     return answer(
@@ -87,7 +87,7 @@ def question_of(
     host: str = "default",
     note: Callable[[str], None] = lambda _: None,
 ) -> SizingQuestion:
-    """The question of `search`, with files read for given paths, and the menu's classes of the cluster."""
+    """Make the question of `search`: read the files of given paths, and keep only the cluster's classes on the menu."""
     there = menu.cluster(cluster if isinstance(cluster, Cluster) else load_cluster(cluster))
     shape = model if isinstance(model, ModelSpec) else load_model(model, note)
     told = unmeasured(shape)
@@ -117,8 +117,8 @@ def question_of(
 def answer(
     question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, progress: Callable[[Progress], None] | None = None
 ) -> SizingAnswer:
-    """Answer the question. Raises ValueError if the menu is empty for it, or if no candidate can meet an objective:
-    `InfeasiblePlanError` if the menu is empty only for lack of GPUs or money."""
+    """Answer the question. Raises ValueError if no candidate of the menu fits the question, or none can meet an
+    objective; `InfeasiblePlanError` if candidates would fit with more GPUs or a larger budget."""
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; give the number of processes, 1 or more")
     candidates = list(menu.candidates(question))

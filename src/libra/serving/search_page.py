@@ -1,4 +1,4 @@
-"""A search as one HTML page: the same for the same answer."""
+"""The HTML page of a search. Equal answers give equal pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from libra.serving.search_table import (
 )
 from libra.serving.verdict import SHOWN, statistic
 
-MOST_REJECTED = 60  # rows of one kind of rejection: there may be thousands
+MOST_REJECTED = 60  # most rows of one kind of rejection, of which there may be thousands
 _COLOURS = {"colocated": "#e69f00", "prefill-decode": "#0072b2", "attention-ffn": "#009e73"}
 _HEIGHT = 260
 
@@ -72,7 +72,7 @@ def _tiles(answer: SizingAnswer) -> Iterator[Tile]:
 
 @unchecked
 def pareto_figure(answer: SizingAnswer, metric: str) -> Figure:
-    """Goodput against one of the latencies: a dot for each point of the set, labelled with the other latency."""
+    """Goodput against `metric`, with a dot for each point of the Pareto set."""
     objective = statistic(answer.question, "ttft" if metric == "ttft" else "tpot")
 
     def latency(point: Point) -> float:

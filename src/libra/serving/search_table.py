@@ -1,4 +1,4 @@
-"""A search as terminal tables, and the common words of page and terminal."""
+"""The terminal tables of a search, and the texts that page and terminal share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from libra.serving.objective import Objective
 from libra.serving.point_file import simulate_command
 from libra.serving.verdict import statistic
 
-MOST_POINTS = 12  # in a terminal: the page has all
+MOST_POINTS = 12  # in a terminal; the page has all points
 _BY = {
     "bound": "ruled out by the bound",
     "simulation": "miss an objective in simulation",
@@ -72,7 +72,7 @@ def counts(answer: SizingAnswer) -> str:
 
 
 def unit_words(answer: SizingAnswer) -> str:
-    """The unit by which goodput is divided; the column of the price has the same name."""
+    """The unit by which goodput is divided; also the title of the price's column."""
     return "cost/h" if answer.question.prices else answer.question.unit
 
 
@@ -86,7 +86,7 @@ def axes(answer: SizingAnswer) -> tuple[Objective, Objective]:
 
 
 def alike(answer: SizingAnswer) -> list[list[Point]]:
-    """The points in their order, grouped by equal numbers: settings that are never reached do not change them."""
+    """The points in their order, grouped by equal numbers. Points can differ only in limits that no batch reaches."""
     groups: dict[tuple[float, ...], list[Point]] = {}
     for point in answer.points:
         same = (point.candidate.devices, point.cost, point.trial.rate, point.trial.ttft, point.trial.tpot)
@@ -95,7 +95,7 @@ def alike(answer: SizingAnswer) -> list[list[Point]]:
 
 
 def row(answer: SizingAnswer, points: Sequence[Point], files: Sequence[Path] = ()) -> tuple[str, ...]:
-    """A row for points with equal numbers, with the names of the files of their engines."""
+    """A row for points with equal numbers, with the names of their engines files."""
     point = points[0]
     names = {it.candidate: f"{file.stem}: " for it, file in zip(answer.points, files, strict=False)}
     return (
@@ -124,7 +124,7 @@ def columns(answer: SizingAnswer) -> tuple[str, ...]:
 
 
 def rejections(answer: SizingAnswer) -> list[tuple[str, Sequence[Rejection]]]:
-    """Rejections by kind, the commonest first."""
+    """(kind, its rejections), most frequent kind first."""
     ordered = sorted(answer.rejected, key=lambda it: it.by)
     kinds = [(_BY[by], list(its)) for by, its in groupby(ordered, key=lambda it: it.by)]
     return sorted(kinds, key=lambda it: -len(it[1]))
@@ -139,7 +139,7 @@ def engine_files(answer: SizingAnswer, files: Sequence[Path]) -> list[tuple[str,
 
 
 def files_line(answer: SizingAnswer, files: Sequence[Path]) -> str:
-    """A line with the paths of the files, and the command that simulates the best point."""
+    """A line with the paths of the engines files and the command that simulates the best point."""
     best = f"simulate the best by: {simulate_command(answer.question, answer.points[0], files[0])}"
     if len(files) == 1:
         return f"Its engines are in {files[0]}; {best}"

@@ -1,7 +1,7 @@
 """Simulation of a candidate at one rate of requests.
 
-Invariant: requests are the record's, in its order, and only the time between them is scaled. So candidates and rates
-are compared on the same requests. A trial is stopped early only if its verdict is certain.
+Invariant: a trial has the record's requests, in the record's order; only the time between them is scaled. So all
+candidates and rates are compared on the same requests. A trial stops early only if its verdict is certain.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.tier_fetches import TierTooSmallError
 from libra.sim.workload.requests import RecordedRequest, Workload, recorded_requests
 
-ROUTE = DEFAULT_DECODE_ROUTE  # of requests, and of prompts that were computed
+ROUTE = DEFAULT_DECODE_ROUTE  # policy for requests, and for computed prompts
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """Use of a pool: shares of 1, as means over the pool's engines and the makespan, and the number of preemptions."""
+    """Use of a pool. Shares are means over the pool's engines and the makespan."""
 
-    busy: float
-    kv: float
+    busy: float  # share of the time
+    kv: float  # share of the KV blocks
     preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial. One that was stopped, or that would never end, has only `missed` or `slower`."""
+    """Result of a trial. A trial that was stopped, or that would never end, has no latencies."""
 
     rate: float  # requests/s
     missed: str  # name of a missed objective, or the reason why all are missed; empty: none
-    latency: dict[str, float]  # seconds, by objective; empty if it was stopped
-    ttft: float  # seconds, by the statistic of the first objective of the metric, else p99
+    latency: dict[str, float]  # seconds, by objective; empty for a stopped trial
+    ttft: float  # seconds, as the statistic of `verdict.statistic`
     tpot: float
     pools: tuple[PoolUse, ...]
     network: float  # share of the bandwidth of the busier side
-    requests: int  # simulated: those of the record, or a multiple of them
-    slower: Rival | None = None  # the rival with no higher latencies, because of which the trial was stopped
+    requests: int  # simulated requests: the record's number, or a multiple of it
+    slower: Rival | None = None  # rival with no higher latencies, for which the trial was stopped
 
     @property
     def passed(self) -> bool:
@@ -68,14 +68,19 @@ def trial(
     to_the_end: bool = False,
     rivals: Sequence[Rival] = (),
 ) -> Trial:
-    """Simulate a candidate at `rate` requests/s. `requests` replace the question's, at the same rate. `routes` are the
-    policies for requests and for computed prompts, by default the least loaded. `to_the_end`: continue after a miss.
-    `rivals`: stop once the latencies will be no lower than those of one of them. Raises `NoRoomError` if an engine
-    cannot run, and ValueError if the rate is too low to simulate."""
+    """Simulate a candidate at `rate` requests/s.
+
+    `requests` replace the question's requests, at the same rate. `routes` are the policies for requests and for
+    computed prompts; the default sends to the least loaded engine. `to_the_end` continues after a miss. With `rivals`,
+    the trial stops once its latencies are sure to be no lower than those of a rival. Raises `NoRoomError` if an engine
+    cannot run, and ValueError if the rate is too low to simulate.
+    """
     records = question.requests if requests is None else requests
     scale = rate / question.natural_rate
     if seconds(records[-1].arrival) >= scale * LONGEST:
-        raise ValueError(f"rate is {rate:g}: the last of {len(records):,} requests would come after 106 days; raise it")
+        raise ValueError(
+            f"rate is {rate:g}: the last of {len(records):,} requests would arrive after 106 days; raise the rate"
+        )
     workload = recorded_requests(records, rate_scale=scale)
     watched = workload if to_the_end else Watched(workload, question, records, rivals)
     cluster = _cluster(question, candidate, watched, routes)
@@ -98,7 +103,8 @@ def trial(
 def latencies(
     question: SizingQuestion, candidate: ServingCandidate, requests: tuple[RecordedRequest, ...]
 ) -> dict[Metric, Array]:
-    """Seconds of requests at their own times, by metric; TPOT of those with two tokens or more."""
+    """Seconds of each request by metric, with arrivals at the record's own times. TPOT has only requests with two
+    tokens or more."""
     cluster = _cluster(question, candidate, recorded_requests(requests))
     cluster.run()
     return _durations(cluster.requests)

@@ -1,7 +1,7 @@
-"""Latencies of requests against their objectives, and a simulation that ends once its verdict is certain.
+"""Latencies of requests against their objectives, and the workload that stops a simulation once its verdict is certain.
 
-Invariant: a simulation is stopped only if it will miss an objective in any case, or if its latencies will be no lower
-than those of a rival in any case.
+Invariant: a simulation stops only if it is certain to miss an objective, or certain to have latencies no lower than a
+rival's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SHOWN: tuple[Metric, Metric] = ("ttft", "tpot")
 
 
 def statistic(question: SizingQuestion, metric: Metric) -> Objective:
-    """The statistic by which TTFT or TPOT is reported: that of its first objective, else the 99th percentile."""
+    """The first objective for `metric`, whose statistic is reported; without such an objective, the 99th percentile."""
     return next((it for it in question.objectives if it.metric == metric), Objective(metric, "p99", 1.0))
 
 
 def tenths(question: SizingQuestion, ttft: float, tpot: float) -> tuple[int, int]:
-    """TTFT and TPOT in tenths of their limits, rounded up and 10 at most; 0 where nothing limits them."""
+    """TTFT and TPOT in tenths of their limits, rounded up and at most 10; 0 for a metric without an objective."""
     its = [statistic(question, metric) for metric in SHOWN]
     one, other = (
         _tenth(seconds, it) if it in question.objectives else 0 for seconds, it in zip((ttft, tpot), its, strict=True)
@@ -39,7 +39,7 @@ def _tenth(seconds: float, objective: Objective) -> int:
 
 
 def took(request: Request, metric: Metric) -> float | None:
-    """Seconds of a request; infinite if it did not finish, None if the metric does not apply to it."""
+    """Seconds of a request by `metric`; infinite if the request did not finish, None if the metric does not apply."""
     if metric == "tpot" and request.output_tokens < 2:
         return None
     if request.status != "finished" or request.first_token is None or request.finish is None:
@@ -52,40 +52,39 @@ def took(request: Request, metric: Metric) -> float | None:
 
 
 def took_first(request: Request) -> float:
-    """Seconds to the first token, which a request has."""
+    """Seconds to the first token of a request that has one."""
     assert request.first_token is not None
     return (request.first_token - request.arrival) / TICKS
 
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A point that a candidate must beat: the rate at which the candidate has the point's value, and the point's
-    latencies."""
+    """A point that a candidate must beat."""
 
     name: str
-    rate: float  # requests/s
-    tenths: tuple[int, int]  # TTFT and TPOT, of their limits
+    rate: float  # requests/s at which the candidate has the point's value
+    tenths: tuple[int, int]  # the point's TTFT and TPOT, in tenths of their limits
 
 
 class MissedError(Exception):
-    """More requests have missed an objective than are allowed to."""
+    """More requests have missed an objective than it allows."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
 
 
 class SlowerError(Exception):
-    """TTFT and TPOT will be no lower than those of a rival."""
+    """TTFT and TPOT are certain to be no lower than a rival's."""
 
     def __init__(self, rival: Rival) -> None:
         self.rival = rival
 
 
 class Watched:
-    """A workload that stops the simulation once it is certain that an objective is missed, or that the candidate is no
-    faster than one of `rivals`.
+    """A workload that stops the simulation once the candidate is certain to miss an objective, or to be no faster than
+    one of `rivals`.
 
-    A request that has waited longer than a limit of the TTFT counts as a miss before it ends.
+    A request that has waited longer than the TTFT limits counts as a miss before it ends.
     """
 
     def __init__(
@@ -99,14 +98,14 @@ class Watched:
         several = sum(it.output_tokens > 1 for it in records)
         objectives = question.objectives
         counts = {it: several if it.metric == "tpot" else len(records) for it in objectives}
-        # The rest of the allowance: requests that may still miss an objective, or for a mean the seconds left in total.
+        # Allowances left: the number of requests that may still miss an objective; for a mean, the seconds in total.
         self._left = {it: it.allowed(count) for it, count in counts.items()}
         self._seconds = {it: it.limit * count for it, count in counts.items()}
         self._first = [it for it in objectives if it.metric == "ttft"]
         self._last = [it for it in objectives if it.metric != "ttft"]
         limits = [0 if self._left[it] is None else it.limit for it in self._first]
         self._patience = inf if 0 in limits else max(limits, default=0.0) * TICKS
-        self._waiting: deque[Request] = deque()  # requests whose TTFT was not looked at, in the order of their arrival
+        self._waiting: deque[Request] = deque()  # requests whose TTFT is not counted yet, in the order of arrival
         shown = [statistic(question, metric) for metric in SHOWN] if rivals else []
         self._least = {it: _LeastTenth(it, counts[it]) for it in shown if it in counts}
         self._shown = shown
@@ -135,8 +134,8 @@ class Watched:
                     raise SlowerError(rival)
 
     def _take(self, objective: Objective, seconds: float | None) -> bool:
-        """Take the seconds of one request into account; return whether the lower bound on the objective's
-        statistic, in tenths of its limit, has risen."""
+        """Count the seconds of one request. Returns whether the lower bound on the objective's statistic, in tenths of
+        its limit, has risen."""
         if seconds is None:
             return False
         left = self._left[objective]
@@ -153,18 +152,18 @@ class Watched:
 
 
 class _LeastTenth:
-    """Lower bound on a statistic in tenths of its limit, from the requests that are known so far."""
+    """Lower bound on a statistic, in tenths of its limit, from the requests that have been counted."""
 
     def __init__(self, objective: Objective, requests: int) -> None:
         self._objective, self._requests = objective, requests
         self._allowed = objective.allowed(requests)
-        self._above = [0] * 11  # known requests, by their tenths
-        self._beyond = 0  # those above `tenth`
+        self._above = [0] * 11  # number of counted requests, by their tenths
+        self._beyond = 0  # number of counted requests above `tenth`
         self._seconds = 0.0
         self.tenth = 0
 
     def rises(self, seconds: float) -> bool:
-        """Take the seconds of a request into account; return whether `tenth` has become more."""
+        """Count the seconds of a request. Returns whether `tenth` has risen."""
         before = self.tenth
         if self._allowed is None:
             self._seconds += seconds

@@ -1,6 +1,6 @@
 """Files of trajectories: Libra's JSON lines, and the logs of other tools.
 
-Invariant: one trajectory is in memory at a time. Notes on the data that a log lacks follow its last trajectory.
+Invariant: one trajectory is in memory at a time. Notes on data that a log lacks come after its last trajectory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tell = Callable[[str], None]
 
 
 class LogNote(UserWarning):
-    """Warning about data that another framework's log lacks; issued if the caller gave no `tell`."""
+    """Warning about data that another framework's log lacks, used if the caller passed no `tell`."""
 
 
 def warn(note: str) -> None:
@@ -30,9 +30,9 @@ def read_trajectories(
 ) -> Iterator[Trajectory]:
     """Read a log, with one trajectory in memory at a time.
 
-    The log is Libra's JSON lines or another format, which `log_format` names or its shape identifies. `tell` gets a
-    line on the data that a foreign log lacks. `reading` counts the tokens of texts. Raises `TrajectoryFormatError` with
-    file, line and field, also on a blank line.
+    The log is Libra's JSON lines or another format, which `log_format` names or its first entry identifies. `tell` is
+    called with a line on the data that a foreign log lacks. `reading` counts the tokens of texts. Raises
+    `TrajectoryFormatError` with file, line and field, also for a blank line.
     """
     of = log_format
     if of is None and (first := first_entry(path)) is not None:
@@ -57,8 +57,9 @@ def _own(path: Path | str) -> Iterator[Trajectory]:
 def read_workload(
     path: Path | str, max_context: int, truncate_context: bool = False, tell: Tell = warn
 ) -> Iterator[Trajectory]:
-    """Read a log as evidence for the future work of a model with `max_context` tokens. Raises `TrajectoryFormatError`
-    for a longer trajectory, unless `truncate` allows cutting it, and at the end if no trajectory was finished.
+    """Read a log as evidence for the future work of a model with `max_context` tokens. With `truncate_context`, longer
+    trajectories are cut. Raises `TrajectoryFormatError` for a longer trajectory otherwise, and at the end if no
+    trajectory was finished.
     """
     finished = unfinished = 0
     for number, trajectory in enumerate(read_trajectories(path, tell), start=1):

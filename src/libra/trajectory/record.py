@@ -1,7 +1,7 @@
 """One agent episode: token counts, tool outcomes and times.
 
 Invariant: every `Trajectory` in memory obeys the schema. An invalid JSONL line is refused with the file, the line and
-the field, and never repaired. Lengths are tokens, times are seconds.
+the field, and never repaired. Lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from libra.config.sealed_line import opened
 ToolStatus = Literal["ok", "error", "timeout", "unknown"]
 
 _STRICT = ConfigDict(extra="forbid")
-# Optional fields, whose misspelling no other check would find.
+# Optional fields; no other check would find a misspelt one.
 _OPTIONAL = ("tool_seconds", "context_tokens", "started_at")
 
-LONGEST = 1e9  # limit on the seconds of one tool call, some 30 years; larger values are errors, and sums could overflow
+LONGEST = 1e9  # seconds of one tool call, some 30 years; larger values are errors, and their sums could overflow
 
 
 class TrajectoryFormatError(ValueError):
-    """A trajectory file cannot be used. The message is one line: file, line, field, fault."""
+    """A trajectory file cannot be used. The message has one line with file, line, field and fault."""
 
 
 def _require_tokens(name: str, count: int) -> None:
@@ -43,7 +43,7 @@ def _require_tokens(name: str, count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation and the tool return that follows; `tool` is None on the last turn of a finished episode."""
+    """One generation, and the tool return that follows. `tool` is None in the last turn of a finished episode."""
 
     __pydantic_config__ = _STRICT
 
@@ -52,7 +52,7 @@ class Turn:
     status: ToolStatus | None
     returned_tokens: int
     tool_seconds: float | None = None  # None: not recorded
-    # Context at the start of the turn, if it is not the running sum (after a compaction).
+    # Context at the start of the turn, if it is not the running sum, as after a compaction.
     context_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Trajectory:
 
     @property
     def peak_context(self) -> int:
-        """The largest context of the trajectory, in tokens, which an engine must hold."""
+        """The largest context of the trajectory, in tokens. Its engine needs room for it."""
         if not self.turns:
             return self.prompt_tokens
         most, running = 0, self.prompt_tokens
@@ -131,11 +131,11 @@ class Trajectory:
 
 
 def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:
-    """The trajectory as an engine with `max_context` >= 1 tokens would cut it: finished at the limit.
+    """The trajectory as an engine with `max_context` >= 1 tokens would cut it, which finishes it at the limit.
 
     The turn that exceeds the limit becomes the last turn, generates only the tokens that fit, and loses its tool
-    return. A turn that would start at the limit is dropped. A prompt without room for the first turn is shortened by
-    the tokens that this turn needs. A trajectory that fits is returned unchanged.
+    return. A turn that would start at the limit is dropped. A prompt without room for the first turn loses the tokens
+    that this turn needs. A trajectory that fits is returned unchanged.
     """
     if max_context < 1:
         raise ValueError(f"max_context is {max_context}; an engine holds 1 token or more")
@@ -178,9 +178,9 @@ def _adapter() -> TypeAdapter[Trajectory]:
 
 
 def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
-    """Parse one JSON line, with or without a checksum, as a `Trajectory`; error messages begin with `where`, such as
-    `log.jsonl:12`. Unknown fields are ignored, since other systems may add some; a likely typo of an optional field is
-    refused.
+    """Parse one JSON line, with or without a checksum, as a `Trajectory`. Error messages begin with `where`, such as
+    `log.jsonl:12`. Unknown fields are ignored, since other systems may add some, but a likely typo of an optional field
+    is refused.
     """
     try:
         line = opened(line)
@@ -210,7 +210,7 @@ def _without(record: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
 
 
 def dump_trajectory(trajectory: Trajectory) -> str:
-    """The trajectory as one JSON line without a newline; unset optional fields are left out."""
+    """The trajectory as one JSON line without a newline. Optional fields without a value are left out."""
     record: dict[str, Any] = asdict(trajectory)
     if record["started_at"] is None:
         del record["started_at"]

@@ -1,7 +1,7 @@
 """Summary of a log of trajectories: counts, lengths, tools, and the weight of the longest trajectories.
 
 Invariant: every number is exact over the given trajectories, finished and unfinished. Missing values are counted as
-unknown, never guessed. Lengths are tokens, times are seconds.
+unknown, never guessed. Lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra.trajectory import ToolStatus, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class LengthSpread:
-    """One quantity over all trajectories. Percentiles are nearest-rank, so each is a value that occurs."""
+    """One quantity over all trajectories. Percentiles are by nearest rank, so each is a value that occurs."""
 
     mean: float
     p50: int
@@ -28,7 +28,7 @@ class LengthSpread:
 class ToolStats:
     name: str
     calls: int
-    outcomes: tuple[tuple[ToolStatus, int], ...]  # statuses that occurred, by name
+    outcomes: tuple[tuple[ToolStatus, int], ...]  # status and number of calls, by name; only statuses that occurred
     mean_seconds: float | None  # over the calls with recorded seconds; None without such a call
     unknown_seconds: int  # calls without recorded seconds
 
@@ -39,10 +39,10 @@ class TraceStats:
 
     count: int
     finished: int
-    tasks: tuple[tuple[str, int], ...]  # trajectories of each task, by name
-    prompts: int  # different prompts
+    tasks: tuple[tuple[str, int], ...]  # task and number of trajectories, by name
+    prompts: int  # number of different prompts
     turns: LengthSpread
-    prompt: LengthSpread  # tokens, as the next three
+    prompt: LengthSpread  # in tokens, as are the next three
     generated: LengthSpread
     returned: LengthSpread
     final_context: LengthSpread
@@ -59,10 +59,10 @@ class _ToolTally:
 
 
 def trace_stats(trajectories: Iterable[Trajectory]) -> TraceStats:
-    """Summarise a log in one pass that keeps a few integers per trajectory.
+    """Summarise a log in one pass, which keeps a few integers per trajectory.
 
-    `longest_tenth_share` is the share of all generated tokens that the longest tenth of the trajectories generated
-    (rounded up). It is 0.1 for equal trajectories, and close to 1 with a long tail.
+    `longest_tenth_share` is the share of all generated tokens that the longest tenth of the trajectories (rounded up)
+    generated. It is 0.1 if all are equally long, and close to 1 with a long tail.
     """
     finished = 0
     tasks: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def _spread(values: Sequence[int]) -> LengthSpread:
     ordered = sorted(values)
 
     def percentile(percent: int) -> int:
-        rank = -(-percent * len(ordered) // 100)  # rounded up, in integers: 0.9 * 10 must be rank 9
+        rank = -(-percent * len(ordered) // 100)  # rounded up in integers, so that 0.9 * 10 is rank 9
         return ordered[rank - 1]
 
     return LengthSpread(sum(ordered) / len(ordered), percentile(50), percentile(90), percentile(99), ordered[-1])

@@ -181,7 +181,7 @@ def test_a_core_that_is_always_faster_is_given_up(way: Way, copied: int, monkeyp
     before_copies(monkeypatch, overtake)
     with reading(way, core, joiner) as publication:
         follower = Follower(publication, joiner)
-        with pytest.raises(BehindError, match=f"{SNAPSHOTS} copies of the core's state in a row were overtaken"):
+        with pytest.raises(BehindError, match=f"{SNAPSHOTS} copies of the core's state in sequence became outdated"):
             follower.advance()
     assert len(copies) == copied * SNAPSHOTS  # what is torn already is not sent to its end
     assert follower.number is None

@@ -586,7 +586,7 @@ async def test_without_a_core_there_is_no_step(scene: Scene, order: type, fate: 
 @joined("hybrid-0")
 async def test_replicas_that_differ_are_an_end(scene: Scene) -> None:
     scene.floor.replicas["hybrid-0"].will(Commit, ["fail"])
-    with pytest.raises(DivergedError, match="after step 2 the replicas core-0, hybrid-0 hold different parameters"):
+    with pytest.raises(DivergedError, match="after step 2 the replicas core-0, hybrid-0 have different parameters"):
         await scene.step(2)
 
 

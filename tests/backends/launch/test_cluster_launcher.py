@@ -381,7 +381,7 @@ async def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_n
     waiting.cancel()
 
     monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", 0.05)
-    with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not there in"):
+    with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not written in"):
         await launcher.bring(publish(nodes.present[0], 6), SIZE, trainer, away)
     with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 0 s\)"):
         await away.channel.receive()
@@ -650,7 +650,7 @@ async def test_a_ray_cluster_of_this_machine_alone_listens_to_no_other(
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.2")
-    with pytest.raises(LaunchError, match=r"would listen on 192\.0\.2\.2, for Ray was imported before"):
+    with pytest.raises(LaunchError, match=r"would listen on 192\.0\.2\.2, since Ray was imported before"):
         async with open_on_ray(ClusterConfig(launcher="ray"), tmp_path):
             pass
     assert ended == [True]

@@ -27,7 +27,7 @@ def test_chunks_cover_the_weights_and_ranges_touch_those_they_lie_in(
 
 @pytest.mark.parametrize(("size", "chunk"), [(0, 4), (8, 0), (7, 4), (8, 3)])
 def test_a_grid_has_whole_numbers(size: int, chunk: int) -> None:
-    with pytest.raises(ValueError, match="both must be > 0, and whole numbers"):
+    with pytest.raises(ValueError, match="both must be above 0, and whole"):
         Grid(size, "bfloat16", chunk)
 
 

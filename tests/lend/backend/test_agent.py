@@ -173,7 +173,9 @@ def test_turns_pass_through_and_stay_with_the_controller_that_asked(
         said = await first.receive()
         assert isinstance(said, Generated) and said.pieces == [Piece("a", 0, [7, 8], [0.0, 0.0])]
         other = await loan.controller()
-        assert await other.receive() == NotNow("another controller has this engine; only one can at a time")
+        assert await other.receive() == NotNow(
+            "another controller has this engine; only one controller can have it at a time"
+        )
         agent.period()
         assert agent.period().turns == 1
         first.close()
@@ -231,7 +233,7 @@ async def test_a_device_that_another_process_borrows_is_not_lent(
     monkeypatch.setattr(libra.lend.backend.agent, "_LEAVES", 0.0)
     loan = Loan(tmp_path)
     loan.borrower.look()
-    with pytest.raises(LendingError, match="another borrower has this device, without an agent; end it first"):
+    with pytest.raises(LendingError, match="a borrower without an agent has this device; end that process first"):
         async with LendingAgent.open(loan.order, tmp_path / "logs", loan.told.append):
             pass
     monkeypatch.setattr(libra.lend.backend.agent, "_LEAVES", math.inf)
@@ -271,10 +273,10 @@ def test_what_an_agent_does_not_lend(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert await answer(ASKED) == NotNow("the engine is not ready yet; try again")
         await loan.engine()
         assert await answer(replace(ASKED, max_model_len=4096)) == Failure(
-            "max_model_len is 512 in the lent engine, 4096 is wanted"
+            "max_model_len is 512 in the lent engine, but the run needs 4096"
         )
         assert await answer(replace(ASKED, kv_tokens=10_000)) == Failure(
-            "kv_tokens is 2048 in the lent engine, 10000 is wanted"
+            "kv_tokens is 2048 in the lent engine, but the run needs 10000"
         )
         other = await answer(replace(ASKED, layout=(Tensor("a", (2,), 0, "float32"),), buffer_bytes=8))
         assert isinstance(other, Failure) and "holds no *.safetensors" in other.error
@@ -300,9 +302,9 @@ def test_a_configuration_nested_too_deeply_is_answered(tmp_path: Path, monkeypat
 
 WRONG = [
     ({"tokens": []}, "tokens is empty"),
-    ({"tokens": [1, -1]}, "tokens has an id that is not of the vocabulary"),
-    ({"tokens": [10**9]}, "tokens has an id that is not of the vocabulary"),
-    ({"tokens": [1] * 512}, "tokens has 512; the engine holds 512, the next one included"),
+    ({"tokens": [1, -1]}, "tokens has an id outside the vocabulary"),
+    ({"tokens": [10**9]}, "tokens has an id outside the vocabulary"),
+    ({"tokens": [1] * 512}, "tokens has 512; the engine's contexts have at most 512, the next token"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"max_tokens": -(2**40)}, "max_tokens is -1099511627776"),
     ({"temperature": math.nan}, "temperature is nan"),
@@ -330,7 +332,7 @@ def test_a_malformed_turn_is_answered_and_ends_nothing(tmp_path: Path, monkeypat
         twice.send(turn("b"))
         twice.send(turn("b"))
         answer = await twice.receive()
-        assert isinstance(answer, Failure) and "a turn of this id is under way" in answer.error
+        assert isinstance(answer, Failure) and "a turn with this id is in flight" in answer.error
         order = await engine.receive()  # the first that it got of all these
         assert isinstance(order, Generate) and order.id.endswith(".b")
         assert loan.launcher.started == 1

@@ -159,7 +159,7 @@ def test_nothing_is_borrowed_while_serving_decodes_before_its_steps_are_known(sh
         shared.serving.publish(ServingView(1, 0, shared.clock.now + 60), KVView(), TERMS.pace)
         assert shared.borrower.step(shared.engine) is None
         shared.serving.note(ServingStep(1, 0, 50, 0.003))
-    assert shared.borrower.tally.why == "299 of 399 steps of serving seen so far"
+    assert shared.borrower.tally.why == "299 of 399 steps of serving observed"
 
 
 def test_serving_that_waits_for_a_grant_to_be_over_waits_for_one(shared: Shared) -> None:

@@ -232,9 +232,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     BorrowerToken(tmp_path / "device", 0.1).close()
     serving.close()
     write_own(tmp_path / "other", b"not a page")
-    with pytest.raises(LendingError, match="10 bytes, not the 4096"):
+    with pytest.raises(LendingError, match="10 bytes, but a device's page has 4096"):
         BorrowerToken(tmp_path / "other", 0.1)
-    with pytest.raises(LendingError, match="10 bytes, not the 4096"):
+    with pytest.raises(LendingError, match="10 bytes, but a device's page has 4096"):
         ServingToken(tmp_path / "other")
     with pytest.raises(ValueError, match="a pace of 0 s"):
         BorrowerToken(tmp_path / "device", 0.0)
@@ -296,7 +296,7 @@ def test_a_device_is_lent_once_and_nothing_is_made_beside_its_page(tmp_path: Pat
     lender = LenderToken(device)
     assert not victim.exists()
     (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
-    with pytest.raises(LendingError, match="another agent lends this device; only one can at a time"):
+    with pytest.raises(LendingError, match="another agent lends this device; end that agent first"):
         LenderToken(tmp_path / "again" / "device")
     lender.close()
     LenderToken(device).close()

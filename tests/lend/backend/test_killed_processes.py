@@ -123,7 +123,7 @@ def test_a_server_that_is_killed_leaves_the_device_to_its_borrower_and_to_the_ne
         seen = borrower.look().view
         assert seen.live == (0 if state == "idle" else 3)  # what it said last: its agent knows that it is gone
     except LendingError as error:
-        assert state == "writing" and "ended while it wrote; start it again" in str(error)
+        assert state == "writing" and "ended while it wrote; start the server again" in str(error)
     assert state == "waiting" or borrower.try_take(time.monotonic() + GRANT)  # nobody waits for the dead
     borrower.release()
     again = ServingToken(device, CHAT)
@@ -198,7 +198,7 @@ def test_what_a_page_says_from_before_the_machine_was_started_is_forgotten(tmp_p
     page = DevicePage(device, create=False)
     page.bytes[16:24] = b"\x00" * 8  # as another start of the machine would have left it
     for kind in (LenderToken, lambda path: BorrowerToken(path, 0.1)):
-        with pytest.raises(LendingError, match="no server has run since this machine was started; start it"):
+        with pytest.raises(LendingError, match="no server has run since this machine was started; start the server"):
             kind(device)
     serving = ServingToken(device, CHAT)
     assert not serving.leased and serving.pace == 0.0 and not serving.can_spare()

@@ -95,7 +95,7 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
         ({"serving.hardware": "1 x A100"}, "the certificate is for 1 x H100, not for 1 x A100"),
         ({"serving.tpot": 0.05}, "tpot is 0.05 s; the certificate is for 0.1 s"),
         ({"serving.use": 0.9}, "serving.use is 0.9; the certificate is for 0.8: lower it"),
-        ({"serving.use": 0.5}, "a serving step may take 60 ms, a token 50; raise use"),
+        ({"serving.use": 0.5}, "a serving step may take 60 ms, the pace is 50 ms; raise use"),
         ({"serving.use": 0.0}, "serving.use:"),
         ({"serving.used": 0.5}, "did you mean use?"),
         ({"rollout.model": "none"}, "holds no config.json"),
@@ -108,7 +108,7 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
         ({"rollout.borrowed_kv": "much"}, "rollout.borrowed_kv"),
         ({"shortest_grant": 0.04}, "shortest_grant is 0.04 s, more than the 0.03 s"),
         ({"most_quiet": 1.0}, "most_quiet is 1 s, less than quiet, 5 s; raise it"),
-        ({"listen": "a" * 108}, "the path of a socket 107 at most; name a shorter one"),
+        ({"listen": "a" * 108}, "but the path of a socket has at most 107; name a shorter path"),
         ({"listen": "none/agent"}, "none; make it, or name another socket"),
         ({"certificate": "none.json"}, "give a certificate that `libra lend check` has written"),
     ],
@@ -133,17 +133,17 @@ NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 
     ("case", "kv", "words"),
     [
         ("no server", MUCH, "No such file or directory; start the serving engine with LendingScheduler"),
-        ("ended", MUCH, "the serving engine has ended; start it first"),
-        ("another model", MUCH, "serving.model is Qwen/Qwen3-8B, the server on"),
+        ("ended", MUCH, "the serving engine has ended; start the server first"),
+        ("another model", MUCH, "serving.model is Qwen/Qwen3-8B, but the server on"),
         (
             "other limits",
             MUCH,
-            "max_num_batched_tokens is 8192 there and 1024 in the certificate; start the server with",
+            "max_num_batched_tokens is 8192 at the server and 1024 in the certificate; start the server with",
         ),
-        ("another agent", MUCH, "another agent lends this device; only one can at a time"),
-        ("damaged", MUCH, "/device: the serving engine ended while it wrote; start it again"),
+        ("another agent", MUCH, "another agent lends this device; end that agent first"),
+        ("damaged", MUCH, "/device: the serving engine ended while it wrote; start the server again"),
         ("a file at listen", MUCH, "listen: {} exists and is not a socket; name another file, or remove this one"),
-        ("a socket in use", MUCH, "listen: another process has the socket {}; name another one, or end it first"),
+        ("a socket in use", MUCH, "listen: another process has the socket {}; name another socket, or end that"),
         (
             "a file at record",
             MUCH,
@@ -155,7 +155,7 @@ NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 
             LITTLE,
             "rollout.borrowed_kv: a reserve of 1,048,576 and one rollout context of 131,072 bytes are more than",
         ),
-        ("", NO_MEMORY, "rollout.borrowed_kv: the serving engine cannot cede KV memory, its log says why; remove"),
+        ("", NO_MEMORY, "rollout.borrowed_kv: the serving engine cannot cede KV memory; remove"),
     ],
 )
 def test_a_loan_that_its_device_does_not_allow_is_refused_as_bad_input(
@@ -230,16 +230,16 @@ def test_a_server_that_ends_or_comes_back_is_seen(tmp_path: Path) -> None:
     assert watch.objection() is None
     end(again)
     assert watch.objection() == "the serving engine has ended"
-    with pytest.raises(LendingError, match="the serving engine has ended; start it first"):
+    with pytest.raises(LendingError, match="the serving engine has ended; start the server first"):
         ServerWatch(lender, lenders)
     larger = serve(CHAT._replace(max_num_batched_tokens=8192))
-    assert "max_num_batched_tokens is 8192 there and 1024 in the certificate" in (watch.objection() or "")
+    assert "max_num_batched_tokens is 8192 at the server and 1024 in the certificate" in (watch.objection() or "")
     end(larger)
     shorter = serve(CHAT._replace(max_model_len=8192))  # as certified, but not as the borrower has learnt
-    assert "came back with max_model_len 8192 instead of 16384" in (watch.objection() or "")
+    assert "was restarted with max_model_len 8192 instead of 16384" in (watch.objection() or "")
     end(shorter)
     other = serve(CHAT._replace(model="other"))
-    assert "serving.model is Qwen/Qwen3-8B, the server on" in (watch.objection() or "")
+    assert "serving.model is Qwen/Qwen3-8B, but the server on" in (watch.objection() or "")
     end(other)
     same = serve(CHAT)
     assert watch.objection() is None

@@ -62,7 +62,7 @@ def test_what_differs_is_named(
 def test_a_tied_output_layer_is_none(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
     found = RolloutModel.read(directory, "bfloat16").difference(layout(), CONFIG)
-    assert found is not None and "no lm_head.weight (it is tied to the embeddings there)" in found
+    assert found is not None and "no lm_head.weight (its model ties this weight to the embeddings)" in found
 
 
 @pytest.mark.parametrize("missing", ["config.json", "*.safetensors"])

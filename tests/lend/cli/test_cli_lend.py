@@ -88,7 +88,7 @@ def test_traffic_without_a_rate_is_refused(tmp_path: Path, arrivals: list[float]
     lines = [json.dumps({"arrival": at, "prompt_tokens": 10, "output_tokens": 5}) for at in arrivals]
     (tmp_path / "burst.jsonl").write_text("\n".join(lines) + "\n")
     refused = check(*SLO, traffic=tmp_path / "burst.jsonl")
-    assert_refused(refused, "burst.jsonl: all its requests arrive at one time", "give two or more at different times")
+    assert_refused(refused, "burst.jsonl: all requests arrive at one time", "give requests at two times or more")
 
 
 def test_a_device_without_a_server_is_not_lent(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_device_without_a_server_is_not_lent(tmp_path: Path) -> None:
     assert_refused(serve, "certificate.json", "give a certificate that `libra lend check` has written")
     assert_refused(libra("lend", "serve", EXAMPLES / "loan.yaml", "--period", 0), "--period is 0; give more than 0")
     refused = libra("lend", "serve", EXAMPLES / "loan.yaml", "--logs", EXAMPLES / "loan.yaml")
-    assert_refused(refused, "--logs: ", "loan.yaml is not a directory; give one")
+    assert_refused(refused, "--logs: ", "loan.yaml is not a directory; give a directory")
 
 
 def test_a_record_of_a_loan_is_shown(tmp_path: Path) -> None:

@@ -141,11 +141,11 @@ def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple
             (*LENDER, "--kv-quota"),
             ("chat: the serving engine leaves", "lower its gpu_memory_utilization"),
         ),
-        (LENDER[:2], ("--lender is given 1 times and --traffic 0", "give one of each")),
+        (LENDER[:2], ("--lender is given 1 times and --traffic 0 times", "give one --traffic for each")),
         (("--lender", EXAMPLES / "engines.yaml", *LENDER[2:]), ("engines has 2 entries", "a file with one")),
         (
             (*LENDER, *LENDER),
-            ("2 files are of Qwen/Qwen3-8B on 1 x H100, which serves on chat", "give one"),
+            ("2 files describe Qwen/Qwen3-8B on 1 x H100, the engine of pool chat", "give one"),
         ),
     ],
 )
@@ -169,10 +169,10 @@ def test_a_lender_that_is_too_busy_is_said_to_lend_nothing(tmp_path: Path) -> No
     found, path, result = replanned(tmp_path, rates(80))
     assert found.loans == ()
     told = " ".join(result.stdout.replace("│", " ").split())
-    assert "5 requests/s or more are expected of an engine" in told
+    assert "5 requests/s or more are expected at an engine" in told
     explained = " ".join(libra("explain", path).stdout.split())
     assert (
-        "chat lends nothing: chat/tp1@0.6: 5 requests/s or more are expected of an engine, and lending is" in explained
+        "chat lends nothing: chat/tp1@0.6: 5 requests/s or more are expected at an engine, and lending is" in explained
     )
 
 

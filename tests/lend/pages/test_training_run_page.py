@@ -64,7 +64,8 @@ def test_the_page_has_its_steps_and_what_was_lent(outcome: SimulatedRun) -> None
         "Lent 50 % of the time of 2 serving devices",
         "Recalled 10.0 % of their time, 2 recalls",
         "Users' requests 5 2 missed their SLO, 1 because of lending, 1 inside the envelope",
-        "1 because of lending: served alone they meet it; 1 not because of lending: served alone they miss it, too.",
+        "1 because of lending: served alone they meet their SLO; 1 not because of lending: served alone they miss their"
+        " SLO, too.",
         "2 devices lent by the gate",
         "lent-0 1.3 % 0.7 % never 4 2",
     ):

@@ -71,7 +71,7 @@ def test_the_answers_of_a_record_are_given_again(tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}\n", "1: not a line of the record of a loan; give a `record` as it was written"),
+        ("{}\n", "1: not a line of the record of a loan; give an unedited `record`"),
         ('{"kind":"trace"}\n', "1: not a line of the record of a loan; give"),
         (
             "words\n",
@@ -80,7 +80,7 @@ def test_the_answers_of_a_record_are_given_again(tmp_path_factory: pytest.TempPa
         ("TERMS" + '{"kind":"step","at":1}\n', "2: not a line of the record of a loan (step.seconds: this field is"),
         (
             '{"kind":"quota","at":1.0,"held":2,"put_out":0}\n',
-            "1: the record of a loan begins with its terms; give a `record`",
+            "1: the record of a loan begins with its terms; give an unedited `record`",
         ),
     ],
 )

@@ -75,5 +75,5 @@ def test_what_was_cancelled_is_served_to_its_end() -> None:
 
 @pytest.mark.parametrize(("uses", "loads"), [([], [1.0]), ([0.8], []), ([0.8], [0.0, 1.0])])
 def test_what_is_bad_input(uses: list[float], loads: list[float]) -> None:
-    with pytest.raises(ValueError, match="give one use and one load or more"):
+    with pytest.raises(ValueError, match="uses and loads: give at least one of each"):
         certify(case(Slo(0.25, 0.1)), uses, loads)

@@ -148,7 +148,7 @@ async def test_a_publisher_gives_what_lies_there_and_says_what_does_not() -> Non
             await node.loads(version)
         publish(2, checksum=42)  # which is overwritten by now
         said = (await process.stderr.readline()).decode()
-        assert said.startswith("weights: weights v2 are gone: ") and "all followers get everything" in said
+        assert said.startswith("weights: weights v2 are gone: ") and "followers get the whole next version" in said
         publish(3)
         await node.loads(3)
         process.stdin.close()

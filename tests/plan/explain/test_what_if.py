@@ -106,13 +106,13 @@ REFUSED: list[tuple[str, Cluster, tuple[str, ...], str]] = [
         "a contradiction",
         CLUSTER,
         ("batch=63",),
-        "--what-if batch=63: batch is 63, which 8 samples_per_prompt do not divide: make it a",
+        "--what-if batch=63: batch is 63, which 8 samples_per_prompt do not divide: make batch a",
     ),
     (
         "stale in step",
         CLUSTER,
         ("mode=sync", "staleness=2"),
-        "--what-if mode=sync staleness=2: staleness is 2, but mode is sync: set it to 0, or mode",
+        "--what-if mode=sync staleness=2: staleness is 2, but mode is sync: set staleness to 0, or mode",
     ),
 ]
 

@@ -103,9 +103,9 @@ def test_an_engine_that_cannot_hold_the_longest_context_holds_what_its_memory_do
 
 REJECTED = [
     ("no room at all", RECIPE.model_copy(update={"gpu_memory_utilization": 0.37}), ("a800/tp1",),
-     "29.5 GB of weights leave room for 0 tokens of 85.9"),
+     "29.5 GB of weights leave room for 0 tokens of KV in 85.9"),
     ("nothing holds it", RECIPE.model_copy(update={"gpu_memory_utilization": 0.05}),
-     ("a800/tp1", "a800/tp2", "a800/tp4", "a800/tp8"), "the shortest class has 1,000"),
+     ("a800/tp1", "a800/tp2", "a800/tp4", "a800/tp8"), "the shortest class needs 1,000"),
 ]  # fmt: skip
 
 

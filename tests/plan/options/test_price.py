@@ -336,8 +336,8 @@ def test_the_longest_trajectory_has_what_the_others_leave_of_its_engine(problem:
 
 
 MISFITS = [
-    ("replicas", PROBLEM, one_bucket(3, 1), "no option trains 3 replicas as 'copies'; there are: 1, 2"),
-    ("layout", PROBLEM, Allocation(1, one_bucket(1, 1).buckets, "other"), "as 'other'; there are: none"),
+    ("replicas", PROBLEM, one_bucket(3, 1), "no option trains 3 replicas as 'copies'; options of this layout: 1, 2"),
+    ("layout", PROBLEM, Allocation(1, one_bucket(1, 1).buckets, "other"), "as 'other'; options of this layout: none"),
     ("no engine", PROBLEM, Allocation(1, (), "copies"), "no engine generates"),
     ("buckets", replace(PROBLEM, most_buckets=1), two_buckets(1, 1, 1), "there are 2 buckets; at most 1 are allowed"),
     ("shape", PROBLEM, Allocation(1, (Bucket("wide", 1, 0, 5000),), "copies"), "no engine shape is named 'wide'"),

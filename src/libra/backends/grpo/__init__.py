@@ -1,1 +1,1 @@
-"""Training replicas: one replica's step, what it publishes, and a membership that changes between steps."""
+"""Training replicas: the step of one replica, its publications, and a membership that changes between steps."""

@@ -1,9 +1,9 @@
-"""A replica's part in elastic training: it exchanges gradients in a membership that changes between steps, serves its
-state to joiners, and follows a core while it is a joiner itself.
+"""A replica's part in elastic training. It exchanges gradients in a membership that changes between steps, and serves
+its state to joiners. As a joiner, it follows a core replica.
 
 Invariant: the exchange sums the unnormalised gradient and the loss denominator; the division happens once, after it. A
-membership is one numbered generation. A separate thread forms it while training continues in the one before, and
-replicas enter it between two steps. A replica that disappears makes the collective of all others fail.
+membership is one numbered generation. A separate thread forms it while training continues in the previous one, and
+replicas enter it between two steps. If a replica disappears, the collectives of all others fail.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ FORMING = timedelta(seconds=FORMING_SECONDS)
 
 
 class PeerLostError(RuntimeError):
-    """A collective failed because another replica is gone, or too late."""
+    """A collective failed because another replica is lost, or too late."""
 
 
 def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
-    """Run `verb` on a daemon thread, since the call may wait for a replica that never arrives."""
+    """Run `verb` on a daemon thread, since it may wait for a replica that never arrives."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(verb())
-        except Exception as error:  # noqa: BLE001 - the end of a thread: the caller of `result` gets it
+        except Exception as error:  # noqa: BLE001 - the end of a thread: the caller of `result` gets the error
             future.set_exception(error)
 
     Thread(target=run, name=name, daemon=True).start()
@@ -68,20 +68,21 @@ def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
 class GradientExchange:
     """One replica's membership. For a single replica (size 1), every method returns at once.
 
-    In a replica of several processes, each exchanges its part with the process of the same number in the others."""
+    In a replica of several processes, each process exchanges its part with the processes of the same rank in the other
+    replicas."""
 
     def __init__(self, process: int = 0) -> None:
         self._process = process
-        self._store: RendezvousServer | None = None  # of the replica that is rank 0: where the others find it
+        self._store: RendezvousServer | None = None  # if this replica has rank 0 and the others meet here
         self._listen_error: OSError | None = None  # why this replica cannot listen
         self._prepared: Prepare | None = None
-        self._forming = Future[ProcessGroupGloo | None]()  # the group of that membership; None where it is alone
+        self._forming = Future[ProcessGroupGloo | None]()  # the prepared membership's group; None for a single replica
         self._group: ProcessGroupGloo | None = None
         self.size = 1
 
     def host_rendezvous(self, order: HostRendezvous) -> int:
-        """Host the rendezvous of the replicas, at the same port as before if possible. Returns the port; 0 when this
-        replica cannot listen there, and `enter` reports why. Only its first process listens."""
+        """Host the rendezvous of the replicas, at the same port as before if possible. Returns the port, or 0 if this
+        replica cannot listen there, and then `enter` reports the reason. Only its first process listens."""
         if self._process:
             return 0
         store = self._store
@@ -100,8 +101,8 @@ class GradientExchange:
         return store.port
 
     def prepare(self, order: Prepare) -> None:
-        """Start to form the next membership during the present one. It replaces a membership that was prepared but not
-        entered.
+        """Start to form the next membership while the current one continues. It replaces a membership that was prepared
+        but not entered.
         """
         self._prepared, self._forming = order, Future()
         if order.size <= 1:
@@ -112,14 +113,14 @@ class GradientExchange:
             self._forming = on_thread(f"generation {order.generation}", lambda: _form(order, self._process))
 
     def formed(self, generation: int, seconds: float) -> bool:
-        """Wait at most `seconds`. Returns whether the prepared membership can be entered at once."""
+        """Wait at most `seconds`. Returns whether the prepared membership is ready to enter."""
         self._require_prepared(generation)
-        with contextlib.suppress(Exception):  # `enter` reports how it failed
+        with contextlib.suppress(Exception):  # `enter` reports the failure
             self._forming.result(seconds)
         return self._forming.done() and self._forming.exception() is None
 
     def enter(self, generation: int) -> None:
-        """Exchange with the replicas of that membership from now on.
+        """Exchange with the replicas of this membership from now on.
 
         Raises `PeerLostError` if a replica is missing; this replica then exchanges nothing until the next membership.
         """
@@ -133,8 +134,8 @@ class GradientExchange:
             raise PeerLostError(f"{what} was not formed: {str(error) or 'not all of them arrived'}") from error
 
     def all_reduce(self, tensor: torch.Tensor, seconds: float) -> float:
-        """Replace the tensor by its sum over all replicas, in place; waits at most `seconds` for each of them. Returns
-        the seconds that it took. Raises `PeerLostError`; the tensor is then invalid, and this membership is over."""
+        """Replace the tensor by its sum over all replicas, in place; wait at most `seconds` for each of them. Returns
+        the seconds taken. Raises `PeerLostError`; the tensor is then invalid, and this membership has ended."""
         if self.size <= 1:
             return 0.0
         if self._group is None:
@@ -145,7 +146,7 @@ class GradientExchange:
         try:
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
-            self.abort()  # the others need not wait for their deadline
+            self.abort()  # so that the others do not wait for their deadlines
             raise PeerLostError(f"gradient exchange of {self.size} replicas failed: {error}") from error
         return time.monotonic() - began
 
@@ -160,7 +161,7 @@ class GradientExchange:
 
 
 def _form(order: Prepare, process: int) -> ProcessGroupGloo:
-    # A connection of its own: one that waits for a replica that never comes must not block the next forming.
+    # Each forming has its own connection: one that waits for a replica that never comes must not block the next.
     prefix = f"generation-{order.generation}-process-{process}/"
     store = RendezvousStore(order.host, order.port, order.token, prefix, FORMING)
     options = ProcessGroupGloo._Options()
@@ -170,19 +171,19 @@ def _form(order: Prepare, process: int) -> ProcessGroupGloo:
 
 
 ElasticOrder = HostRendezvous | Prepare | Enter | Identify | Serve | Follow | CatchUp
-_LOOK_SECONDS = 0.002  # between two looks at what a core publishes: short against a step
+_LOOK_SECONDS = 0.002  # between two checks of a core's publication: short relative to a step
 
 
 class ElasticReplica:
-    """The link of one process of a replica to other replicas: the controller's orders about them, and the exchange of
-    its trainer's gradients."""
+    """Answers the controller's orders about other replicas, for one process of a replica, and exchanges the gradients
+    of its trainer."""
 
     def __init__(self, state: TrainState, pacer: Pacer, process: int = 0) -> None:
         self.exchange = GradientExchange(process)
         self._state, self._pacer = state, pacer
         self._follower: Follower | None = None
-        self._behind = ""  # why it ceased to follow
-        self._relay: Relay | None = None  # the last one
+        self._behind = ""  # reason why it stopped following
+        self._relay: Relay | None = None  # the latest relay for a joiner
 
     def answer(self, order: ElasticOrder) -> FromWorker:
         match order:
@@ -194,7 +195,7 @@ class ElasticReplica:
             case Enter():
                 return self._enter(order.generation)
             case Identify():
-                if self._follower is None:  # somebody joins it
+                if self._follower is None:  # this replica is the core that a joiner will follow
                     self._state.mirror(True)
                 return self._digest()
             case Serve():
@@ -205,13 +206,13 @@ class ElasticReplica:
                 return self._catch_up(order)
 
     def keep_up_until(self, interrupted: Callable[[float], bool]) -> None:
-        """Follow the core, if this replica follows one, until `interrupted` returns true. `interrupted` gets the
-        seconds that it may wait."""
+        """Follow the core, if this replica is a joiner, until `interrupted` returns true. `interrupted` is called with
+        the seconds that it may wait."""
         while self._follower is not None and not interrupted(_LOOK_SECONDS):
             self._keep_up()
 
     def stop_following(self) -> None:
-        """Stop following. This comes after the answer to `Enter`, since unmapping a large state takes as long as many
+        """Stop following. This happens after the answer to `Enter`, since unmapping a large state takes as long as many
         messages."""
         self._follower = None
 

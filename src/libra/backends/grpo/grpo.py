@@ -1,8 +1,8 @@
-"""Asynchronous GRPO: advantages of a group, and the decoupled clipped objective as an unnormalised sum.
+"""Asynchronous GRPO: the advantages of a group, and the decoupled clipped objective as an unnormalised sum.
 
-Invariant: the loss of a set of samples is a plain sum over their tokens, and its denominator a plain sum too. Both add
-up over micro-batches and over replicas, so dividing once at the end gives what one process would compute on the whole
-batch, whatever the split.
+Invariant: the loss of a set of samples is a plain sum over their tokens, and so is its denominator. Both add up over
+micro-batches and over replicas. So one division at the end gives the result of one process with the whole batch, for
+any split.
 
 Sources: GRPO (Shao et al. 2024, arXiv 2402.03300); asymmetric clip (DAPO, arXiv 2503.14476); decoupled objective with a
 proximal policy (Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298).
@@ -18,7 +18,7 @@ from libra.backends.transport.messages import Denominator
 from libra.backends.transport.trainer_messages import Sample, TokenSums
 
 if TYPE_CHECKING:
-    import torch  # the controller needs only advantages, and no torch
+    import torch  # at run time the controller needs only advantages, and so no torch
 
 BEHAVIOUR_WEIGHT_CAP = 2.0  # min(pi_prox / mu, 2): truncated importance weight
 _EPSILON = 1e-4  # keeps the advantage of a nearly unanimous group finite
@@ -34,8 +34,8 @@ def group_advantages(rewards: Sequence[float]) -> list[float] | None:
 
 
 def denominator(kind: Denominator, sequences: int, tokens: int, constant: float) -> float:
-    """Divisor of a whole batch's summed loss: its generated tokens (DAPO), its sequences (GRPO; the loss of each is
-    then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783)."""
+    """Divisor of a whole batch's summed loss: its generated tokens (DAPO), its sequences (GRPO, with each sequence's
+    loss a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783)."""
     match kind:
         case "tokens":
             return float(tokens)
@@ -54,10 +54,11 @@ def loss_sum(
     clip: tuple[float, float],
     kind: Denominator,
 ) -> tuple[torch.Tensor, TokenSums]:
-    """-sum over tokens of w * min(r A, clip(r) A), with r = pi / pi_prox and w = min(pi_prox / mu, 2) without gradient.
+    """-sum over tokens of w * min(r A, clip(r) A), with r = pi / pi_prox, and w = min(pi_prox / mu, 2) without
+    gradient.
 
-    `logprobs` (pi), `prox` and `behaviour` (mu) are [samples, tokens], `advantages` [samples, 1], `mask` [samples,
-    tokens] is 1 where the policy wrote the token. With `kind` "sequences" each sample is divided by its own length.
+    `logprobs` (pi), `prox` and `behaviour` (mu) are [samples, tokens], `advantages` is [samples, 1]. `mask` [samples,
+    tokens] is 1 for tokens that the policy generated. With `kind` "sequences" each sample is divided by its own length.
     The loss is a scalar tensor with gradient.
     """
     import torch
@@ -70,7 +71,7 @@ def loss_sum(
     if kind == "sequences":
         objective = objective / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return -objective.sum(), TokenSums(
-        forward_tokens=mask.numel() + len(mask),  # the first token of each sample is not predicted
+        forward_tokens=mask.numel() + len(mask),  # plus the first token of each sample, which is not predicted
         generated_tokens=int(mask.sum()),
         clipped=float(((clipped != ratio) * mask).sum()),
         behaviour_weight=float((weight * mask).sum()),
@@ -79,7 +80,8 @@ def loss_sum(
 
 
 def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Sample]]:
-    """Samples of similar length together, each batch at most `most_tokens` when padded (one sample may exceed it)."""
+    """Batches of samples with similar length, each at most `most_tokens` when padded (a single sample may exceed
+    it)."""
     batch: list[Sample] = []
     for sample in sorted(samples, key=lambda sample: len(sample.tokens)):
         if batch and (len(batch) + 1) * len(sample.tokens) > most_tokens:
@@ -94,7 +96,7 @@ def collate(
     samples: list[Sample], device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Padded ids [n, t]; mask and behaviour log-probs [n, t - 1] of the predicted tokens; advantages [n, 1]. All are on
-    this device."""
+    `device`."""
     import torch
 
     longest = max(len(sample.tokens) for sample in samples)
@@ -108,11 +110,11 @@ def collate(
     return ids, mask, behaviour, torch.tensor([[sample.advantage] for sample in samples]).to(device)
 
 
-# For a process that has to take part in a micro-batch and has none: nothing in it is trained.
+# For a process that must take part in a micro-batch without a sample of its own: nothing in it is trained.
 IDLE = Sample("idle", [0, 0], [False, False], [0.0, 0.0], [-1, -1], 0.0)
 
 
 def made_up_sample(index: int, length: int) -> Sample:
-    """A sample of `length` tokens, to measure with."""
+    """A sample of `length` tokens, for measurements."""
     tokens = [4 + (index + 5 * position) % 16 for position in range(length)]
     return Sample(str(index), tokens, [True] * length, [-1.0] * length, [0] * length, 1.0)

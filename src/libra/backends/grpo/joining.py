@@ -1,8 +1,8 @@
-"""Joining of a replica: it catches up during the steps of the others, then enters between two of them.
+"""Joins a replica to training: it catches up during the steps of the others, then enters between two of them.
 
-Invariant: it enters only after a proof that it holds the core's state, and the boundary between two steps is held only
-for messages. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy with a copy or an
-update at many boundaries. The core then makes no step until the joiner is done.
+Invariant: a joiner enters only after it has proved that it has the core's state, and it holds the boundary between two
+steps only for messages. There are two exceptions: a joiner whose every copy became outdated, and a joiner that was busy
+with a copy or an update at many boundaries. The core then makes no step until the joiner is done.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from libra.backends.transport.trainer_messages import (
 from libra.exec.pool import JOIN_BOUNDARIES
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
-COURTEOUS = 15  # first of the `JOIN_BOUNDARIES`, at which it is let in only if it is ready at once
-HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
-HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
-SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
+COURTEOUS = 15  # of the `JOIN_BOUNDARIES`, the first ones, at which a joiner enters only if it is ready at once
+HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly ready
+HOLD_SHARE = 0.03  # of a step, if that is longer: large updates take the joiner about as long as the core
+SLOWEST = 100e6  # bytes per second at which a vector is copied at least; joins over slower networks take too long
 
 Places = list[StatePlace | RelayPlace]
 
@@ -43,24 +43,23 @@ class JoinError(WorkerFailedError):
 
 
 class Joiner:
-    """A started replica on its way in."""
+    """A started replica that is about to join."""
 
     def __init__(
         self, replica: Handle, core: bool, membership: Membership, boundary: Boundary, step_seconds: float
     ) -> None:
-        """`step_seconds`: duration of a step, 0 where it is not known."""
+        """`step_seconds` is the duration of a step; 0 if unknown."""
         self._replica, self._core, self._membership, self._boundary = replica, core, membership, boundary
         self._hold = max(HOLD, HOLD_SHARE * step_seconds)
-        self._late: asyncio.Task[StateDigest] | None = None  # an answer that a boundary did not wait for
+        self._late: asyncio.Task[StateDigest] | None = None  # an answer for which a boundary did not wait
         self._follows: Handle | None = None
-        self._generation = 0  # for which it was prepared
-        self._wanted: StateDigest | None = None  # the core's, at the last boundary
-        self._behind = ""  # why it ceased to follow
-        self._copy_seconds = 0.0  # for which it may be in the middle of a copy; 0: it has followed no core yet
+        self._generation = 0  # for which the joiner was prepared
+        self._wanted: StateDigest | None = None  # the core's digest at the last boundary
+        self._behind = ""  # reason why the joiner stopped following
+        self._copy_seconds = 0.0  # longest time of a copy that it may be making; 0: it has followed no core yet
 
     async def join(self) -> float:
-        """Take the replica in; returns the seconds that a step waited for that. Raises `JoinError`,
-        `WorkerLostError`."""
+        """Join the replica; returns the seconds that a step waited for it. Raises `JoinError`, `WorkerLostError`."""
         try:
             for boundary in range(JOIN_BOUNDARIES):
                 hold = self._hold if boundary < COURTEOUS else None
@@ -75,16 +74,16 @@ class Joiner:
             if self._late is not None:
                 self._late.cancel()
         raise JoinError(
-            f"worker {self._replica.name} cannot join: it was not level at {JOIN_BOUNDARIES} step boundaries"
+            f"worker {self._replica.name} cannot join: it was behind the core at {JOIN_BOUNDARIES} step boundaries"
         )
 
     def _is_stale(self) -> bool:
-        """Whether the prepared generation is unusable, as at first and after the loss of a replica."""
+        """Whether no usable generation is prepared, as at the start and after the loss of a replica."""
         return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
 
     async def _introduce(self, hold: float | None) -> None:
-        """Let all replicas prepare the generation with the joiner, and the joiner follow the core. Do nothing if the
-        joiner is in the middle of a copy and does not answer within `hold` seconds (None: no limit)."""
+        """Have all replicas prepare the generation with the joiner, and have the joiner follow the core. Does nothing
+        if the joiner is in the middle of a copy and does not answer within `hold` seconds (None: no limit)."""
         members, follows, places = self._membership, self._follows, None
         await self._hear_out()
         async with self._boundary:
@@ -104,8 +103,8 @@ class Joiner:
             await self._follow(places, here)
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
-        """Admit the joiner if it holds the core's state and says so within `hold` seconds (None: no limit). Returns the
-        seconds that a step waited at this boundary, or None if the joiner did not enter."""
+        """Admit the joiner if it reports the core's state within `hold` seconds (None: no limit). Returns the seconds
+        that a step waited at this boundary, or None if the joiner did not enter."""
         members, self._wanted = self._membership, None
         async with self._boundary:
             began = time.monotonic()
@@ -134,7 +133,7 @@ class Joiner:
             return self._boundary.waited(began)
 
     async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> StateDigest | None:
-        """The joiner's answer; None if it does not answer within `hold` seconds, since it is busy and will answer
+        """The joiner's answer; None if it does not come within `hold` seconds. The joiner is then busy, and answers
         later.
         """
         self._late = asyncio.create_task(self._ask(order, deadline))
@@ -145,19 +144,19 @@ class Joiner:
         return answered.result()
 
     async def _come_level(self, wanted: StateDigest) -> None:
-        """Let the joiner reach the core's state of the last boundary while steps are made."""
+        """Have the joiner reach the core's state of the last boundary while steps are made."""
         await self._hear_out()
         patience = self._membership.patience
         catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
         there = await self._ask(catch_up, patience.unknown + patience.floor + self._copy_seconds)
         self._behind = there.behind
         if there.number == wanted.number and there.parameter_hash != wanted.parameter_hash:
-            self._follows = None  # what it holds is not what the core held: from the beginning
+            self._follows = None  # its state differs from the core's: start over
         elif there.number == wanted.number and not there.ready:
-            self._generation = 0  # it did not form: another one is prepared
+            self._generation = 0  # it did not form the generation: prepare another one
 
     async def _hear_out(self) -> None:
-        """Wait for the answer that came too late for a boundary, while steps are made."""
+        """Wait, while steps are made, for an answer that came too late for a boundary."""
         if self._late is not None:
             late, self._late = self._late, None
             await late
@@ -168,8 +167,8 @@ class Joiner:
         self._behind = (await self._ask(Follow(places), deadline)).behind
 
     async def _places(self, here: StateDigest) -> Places | None:
-        """Places where the joiner reads the core's state: in memory that they share, or through a relay that now runs
-        next to the core. None when the core is lost. Raises `JoinError`."""
+        """Places at which the joiner reads the core's state: in shared memory, or through a relay started next to the
+        core. None if the core is lost. Raises `JoinError`."""
         core, replica, patience = self._membership.cores[0], self._replica, self._membership.patience
         if core.node == replica.node:
             return [*here.places]
@@ -191,7 +190,7 @@ class Joiner:
         return digest
 
     async def _core_digest(self) -> StateDigest | None:
-        """Digest of the core's state; None when the core is lost."""
+        """Digest of the core's state; None if the core is lost."""
         core = self._membership.cores[0]
         deadline = self._membership.patience.floor + mirror_seconds(core)
         [digest] = await self._membership.ask([(core, Identify())], StateDigest, deadline=deadline)
@@ -199,11 +198,11 @@ class Joiner:
 
 
 def mirror_seconds(core: Handle) -> float:
-    """Time limit for a core on a GPU to copy its state and a gradient to where a joiner reads them, in seconds. It
+    """Seconds in which a core on a GPU must have copied its state and a gradient to where a joiner reads them. It
     publishes at least half of the bytes of a vector."""
     return 0.0 if core.link.device == CPU else 4 * 2 * core.weight_bytes / OFF_GPU
 
 
 def _copy_seconds(core: StateDigest) -> float:
-    """Time limit for the slowest copy of a core's state and of the updates made meanwhile, in seconds."""
-    return 6 * core.size / SLOWEST  # parameters and two moments; the ring keeps three gradients
+    """Seconds that the slowest copy of a core's state, and of the updates made meanwhile, may take."""
+    return 6 * core.size / SLOWEST  # parameters, two moments, and the three gradients kept in the ring

@@ -1,7 +1,7 @@
-"""Division of work among several replicas, or the processes of one replica, and merging of their answers.
+"""Divides work among several replicas, or among the processes of one replica, and merges their answers.
 
-Invariant: every sample is in exactly one share. A merged answer is positive only if all answers are, and names a state
-only if all hold it.
+Invariant: every sample is in exactly one share. A merged answer is positive only if all answers are positive, and names
+a state only if all have this state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def summarise(
     wall_seconds: float,
     publish_seconds: float,
 ) -> StepResult:
-    """A committed step, from the votes of all its replicas and the answer of one that stepped."""
+    """The result of a committed step, from the votes of all its replicas and the answer of a replica that stepped."""
     vote = join_votes(votes)
     sums, generated = vote.sums, vote.sums.generated_tokens
     return StepResult(
@@ -64,12 +64,12 @@ def summarise(
 
 
 def split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Shares whose tokens are nearly equal."""
+    """Shares with nearly equal numbers of tokens."""
     return split_by(samples, parts, lambda sample: len(sample.tokens))
 
 
 def split_by(items: Sequence[Item], parts: int, size: Callable[[Item], int]) -> list[list[Item]]:
-    """Parts of nearly equal size: each item, largest first, goes to the smallest part."""
+    """Parts of nearly equal size: each item, the largest first, goes to the smallest part."""
     shares: list[list[Item]] = [[] for _ in range(parts)]
     loads = [0] * parts
     for item in sorted(items, key=lambda item: -size(item)):
@@ -80,28 +80,29 @@ def split_by(items: Sequence[Item], parts: int, size: Callable[[Item], int]) -> 
 
 
 def tokens_of(share: Sequence[Sample]) -> int:
-    """Tokens that go through the model, before padding."""
+    """Tokens that the model processes, without padding."""
     return sum(len(sample.tokens) for sample in share)
 
 
 def divide(order: ToWorker, parts: int) -> list[ToWorker]:
-    """Divide a replica's order into one for each of its processes, the leader's first. Raises `ValueError` if there
-    are too few samples."""
+    """Divide a replica's order into one order per process, the leader's first. Raises `ValueError` if there are too few
+    samples."""
     match order:
         case Train():
-            # The loss denominator is no sum over processes: each adds it up with its own kind in the other replicas.
+            # The loss denominator is the whole batch's: each process sums it with its counterparts in the other
+            # replicas.
             return [replace(order, samples=share) for share in split_evenly(order.samples, parts)]
         case WarmUp():
             return [replace(order, batch=order.batch[part::parts]) for part in range(parts)]
         case MeasureTraining():
-            # Divided as samples are, so that the measured time is that of a step.
+            # The division is that of samples, so that the measured time is that of a step.
             divided = [split_by(lengths, parts, int) for lengths in order.batches]
             return [replace(order, batches=[shares[part] for shares in divided]) for part in range(parts)]
         case Follow():
             if len(order.places) != parts:
                 raise ValueError(
-                    f"a replica of {parts} processes cannot follow one of {len(order.places)}: all replicas must have"
-                    " the same number"
+                    f"a replica of {parts} processes cannot follow one of {len(order.places)} processes: all replicas"
+                    " must have the same number"
                 )
             return [Follow([place]) for place in order.places]
         case _:
@@ -109,7 +110,7 @@ def divide(order: ToWorker, parts: int) -> list[ToWorker]:
 
 
 def join(answers: Sequence[FromWorker]) -> FromWorker:
-    """One answer for all processes: the leader's, which is the first, if all are alike."""
+    """One answer for all processes: the leader's, which is first, merged with those of the others."""
     kinds = {type(answer) for answer in answers}
     if len(kinds) > 1:
         raise TypeError(f"the processes of a replica answer {', '.join(sorted(kind.__name__ for kind in kinds))}")
@@ -143,14 +144,14 @@ def join_votes(votes: Sequence[Reduced]) -> Reduced:
         version=votes[0].version,
         failure=first_failure(votes),
         compute_seconds=max(vote.compute_seconds for vote in votes),
-        # Waiting for others is not part of the exchange: it takes as long as for the last replica to enter.
+        # Waiting for others is not part of the exchange, so the replica that entered last measures it.
         exchange_seconds=min(vote.exchange_seconds for vote in votes),
         sums=sum((vote.sums for vote in votes), TokenSums()),
     )
 
 
 def first_failure(answers: Iterable[Reduced | TrainingMeasured | Entered | Serving | None]) -> str:
-    """The first failure among the answers; empty without a failure."""
+    """The first failure among the answers; empty if there is none."""
     return next((answer.failure for answer in answers if answer is not None and answer.failure), "")
 
 
@@ -186,5 +187,5 @@ def _join_digests(digests: Sequence[StateDigest]) -> StateDigest:
 
 
 def _hash(hashes: Iterable[int]) -> int:
-    """One number for the hashes of all parts: equal on replicas with equal parts."""
+    """One number for the hashes of all parts; replicas with equal parts get equal numbers."""
     return zlib.crc32(repr(list(hashes)).encode())

@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens, computed without a copy of the logits.
 
-Invariant: beyond `LOGIT_CHUNK` tokens, log-probs take a chunk of logits in the type that they are computed in, and no
-second copy of the logits: the backward pass puts the gradient into their memory.
+Invariant: for more than `LOGIT_CHUNK` tokens, log-probs take the memory of one chunk of logits in the type of the
+computation, and no second copy of the logits. The backward pass overwrites the logits with their gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ LOGIT_CHUNK = 2048  # tokens whose logits are converted together
 
 
 def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: float, dtype: torch.dtype) -> torch.Tensor:
-    """[n, t] log-probs of the `chosen` tokens [n, t], where the policy is softmax(logits / temperature), computed in
-    `dtype`. The `logits` are [n, t + 1], the last ones of no use. The backward pass overwrites them."""
+    """Log-probs [n, t] of the `chosen` tokens [n, t] under the policy softmax(logits / temperature), computed in
+    `dtype`. The `logits` are [n, t + 1]; those of the last position are not used. The backward pass overwrites them."""
     if chosen.numel() > LOGIT_CHUNK:
         found: torch.Tensor = _Chunked.apply(logits, chosen, temperature, dtype)
         return found
@@ -48,6 +48,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _parts(logits: torch.Tensor, chosen: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Chunks of logits [tokens, vocabulary], as views, and of the chosen tokens; a sample's last place gets any."""
+    """Chunks of logits [tokens, vocabulary], as views, and of the chosen tokens. The last position of a sample gets
+    token 0."""
     tokens = torch.nn.functional.pad(chosen, (0, 1)).flatten()
     return logits.view(-1, logits.shape[-1]).split(LOGIT_CHUNK), tokens.split(LOGIT_CHUNK)

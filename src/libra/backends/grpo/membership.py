@@ -1,8 +1,8 @@
 """The replicas that take part in training, and their numbered generations of the gradient exchange.
 
-Invariant: a generation has a fixed list of replicas and a number that is never reused, and is prepared before it is
-entered. Replicas enter a generation only between two steps, and all of them; otherwise they go to the next prepared
-one.
+Invariant: a generation has a fixed list of replicas and a number that is never reused. It is prepared before it is
+entered, and replicas enter it only between two steps. If one of them cannot enter, all go to the next prepared
+generation.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Time limits after which a replica counts as lost. Replicas have nearly equal work, so a replica hangs if it
-    needs `factor` times as long as another, plus `floor` seconds. A loaded operating system may delay a healthy process
-    by some seconds. Too little patience costs a healthy replica; too much costs only the time that the others wait for
-    a broken one."""
+    """Time limits after which a replica counts as lost. Replicas have nearly equal work. So a replica hangs if it needs
+    more than `factor` times as long as another, plus `floor` seconds. A loaded operating system may delay a healthy
+    process by `floor`. Too short limits lose a healthy replica; too long limits only prolong the wait for a broken
+    one."""
 
     factor: float = 4.0
     floor: float = 10.0  # seconds
-    unknown: float = 60.0  # seconds for a first step, whose duration is not known
-    grace: float = 2.0  # seconds between answers that come at the same time
+    unknown: float = 60.0  # seconds for a first step, whose duration is unknown
+    grace: float = 2.0  # seconds between answers that should come at the same time
 
     def beside(self, seconds: float) -> float:
         """Seconds allowed for work that another replica did in `seconds`."""
@@ -55,18 +55,18 @@ STANDARD = Patience()
 
 
 class Boundary(asyncio.Lock):
-    """Lock between two steps: while one task holds the lock, no other task makes a step or changes the membership.
+    """Lock between two steps. While a task holds it, no other task makes a step or changes the membership.
 
-    Holding it counts as waiting only while a step is due; otherwise it costs nothing.
+    Holding it counts as waiting only while a step is due.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._due: float | None = None  # since when a step waits for it
+        self._due: float | None = None  # time from which a step has waited for it
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[float]:
-        """Hold the boundary to make a step; gives the seconds that the step waited for it."""
+        """Context that holds the boundary for a step; yields the seconds that the step waited for it."""
         asked = self._due = time.monotonic()
         try:
             await self.acquire()
@@ -78,11 +78,11 @@ class Boundary(asyncio.Lock):
             self.release()
 
     def waited(self, since: float) -> float:
-        """Seconds after this moment that a step has waited so far."""
+        """Seconds that a step has waited for the boundary after the time `since`."""
         return 0.0 if self._due is None else time.monotonic() - max(since, self._due)
 
 
-FAILURES = 3  # in a row although no replica is lost, before it is an error
+FAILURES = 3  # attempts in sequence that may fail without a lost replica before an error is raised
 
 
 class CoreLostError(RuntimeError):
@@ -90,16 +90,16 @@ class CoreLostError(RuntimeError):
 
 
 class ExchangeError(RuntimeError):
-    """Replicas that are all present cannot reduce their gradients."""
+    """Replicas cannot reduce their gradients although all are present."""
 
 
 class Membership:
-    """The present replicas, core ones first: the order is that of their ranks."""
+    """The present replicas in the order of their ranks, core replicas first."""
 
     def __init__(self, core: Handle, kill: Callable[[Handle], None], patience: Patience, port: int) -> None:
         self._kill = kill
         self._wanted_port, self._token = port, secrets.token_hex(32)
-        self._rendezvous: tuple[Handle, int] | None = None  # the replica where they meet, and the port
+        self._rendezvous: tuple[Handle, int] | None = None  # the replica at which the others meet, and its port
         self.patience = patience
         self.cores, self.hybrids = [core], list[Handle]()
         self.prepared = 0  # the newest generation
@@ -117,7 +117,7 @@ class Membership:
         raise CoreLostError(f"core trainer {names} is gone, and none is left")
 
     def hybrid(self, name: str) -> Handle:
-        """The hybrid replica of that name. Raises `WorkerLostError` when there is none."""
+        """The hybrid replica with this name. Raises `WorkerLostError` if there is none."""
         for replica in self.hybrids:
             if replica.name == name:
                 return replica
@@ -130,10 +130,10 @@ class Membership:
         allowed: Callable[[float], float] | None = None,
         deadline: float = ANSWER_DEADLINE,
     ) -> list[Reply | None]:
-        """Send the orders; returns the answers in the same order, with None from a lost replica.
+        """Send the orders; returns the answers in the same order, with None for a lost replica.
 
-        `allowed` computes the time limit for all from the seconds of the first (by default for equal work); `deadline`
-        is the limit for the first answer. A replica that takes longer, or fails, is declared lost and killed.
+        `deadline` is the time limit for the first answer. `allowed` computes the limit for all answers from the seconds
+        of the first; the default is for equal work. A replica that takes longer, or fails, is declared lost and killed.
         """
         allowed = allowed or self.patience.beside
         began = time.monotonic()
@@ -163,7 +163,7 @@ class Membership:
                 return task.result()
             case WorkerLostError():
                 pass
-            case TimeoutError():  # the handle has declared it lost
+            case TimeoutError():  # the handle has declared the replica lost
                 self._kill(replica)
             case WorkerFailedError() as error:
                 self._give_up(replica, str(error))
@@ -176,8 +176,8 @@ class Membership:
         self._kill(replica)
 
     async def prepare(self, replicas: Sequence[Handle]) -> int:
-        """Let these replicas form a generation while the present one continues; returns its number. They answer at
-        once; the loss of one shows when the generation is entered."""
+        """Have these replicas form a generation while the current one continues; returns its number. They answer at
+        once. If one is lost, `enter` notices it."""
         self.prepared += 1
         first, size = replicas[0], len(replicas)
         port = await self._meet_at(first) if size > 1 else 0
@@ -189,7 +189,7 @@ class Membership:
         return self.prepared
 
     async def _meet_at(self, replica: Handle) -> int:
-        """The port at which this replica listens for the others; 0 when it cannot, or is lost."""
+        """The port at which this replica listens for the others; 0 if it cannot listen, or is lost."""
         if self._rendezvous is None or self._rendezvous[0] is not replica:
             order = HostRendezvous(replica.host, self._wanted_port, self._token)
             [meeting] = await self.ask([(replica, order)], Rendezvous, deadline=self.patience.floor)
@@ -199,12 +199,12 @@ class Membership:
         return self._rendezvous[1]
 
     async def enter(self, generation: int) -> None:
-        """Let all present replicas enter the generation, or a newer one when it is not formed or a replica is lost on
-        the way. Raises `CoreLostError`, `ExchangeError`."""
+        """Have all present replicas enter the generation. If it is not formed, or a replica is lost meanwhile, they
+        enter a newer one. Raises `CoreLostError`, `ExchangeError`."""
         failures = 0
         while True:
             orders = [(replica, Enter(generation)) for replica in self.replicas]
-            # A replica that fails at once gives no measure of how long the others may wait for each other.
+            # A replica that fails at once does not show how long the others may wait for each other.
             answers = await self.ask(orders, Entered, lambda elapsed: FORMING_SECONDS + self.patience.beside(elapsed))
             why = first_failure(answers)
             somebody_lost = self.forget_lost()
@@ -219,8 +219,8 @@ class Membership:
     async def regroup_after(
         self, what: str, answers: Sequence[Reduced | TrainingMeasured | None], failures: int
     ) -> int:
-        """Enter a new generation after a failed attempt; returns the number of attempts that have failed so far without
-        the loss of a replica. Raises `CoreLostError`, `ExchangeError`."""
+        """Enter a new generation after a failed attempt; returns the number of failed attempts without a lost replica,
+        including this one. Raises `CoreLostError`, `ExchangeError`."""
         failures += not self.forget_lost()
         await self.regroup()
         if failures == FAILURES:
@@ -229,7 +229,7 @@ class Membership:
         return failures
 
     async def regroup(self) -> None:
-        """Enter a new generation of the present replicas."""
+        """Have the present replicas enter a new generation."""
         await self.enter(await self.prepare(self.replicas))
 
     async def tidy(self) -> None:
@@ -238,7 +238,7 @@ class Membership:
             await self.regroup()
 
     def forget_lost(self) -> bool:
-        """Drop lost replicas; returns whether there were any. Raises `CoreLostError` when no core is left."""
+        """Drop lost replicas; returns whether there were any. Raises `CoreLostError` if no core replica is left."""
         before, first = len(self.replicas), self.require_core()
         self.cores = [first, *(replica for replica in self.cores if replica is not first and not replica.lost)]
         self.hybrids = [replica for replica in self.hybrids if not replica.lost]

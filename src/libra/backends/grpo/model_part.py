@@ -1,7 +1,7 @@
-"""The part of the model that one process of a replica holds: all of it, or a shard of every parameter. Files hold the
-whole model, in Hugging Face layout; the processes of a replica read and write them together.
+"""The part of the model that one process of a replica holds: all of it, or a shard of every parameter. Files contain
+the whole model, in Hugging Face layout, and the processes of a replica read and write them together.
 
-Invariant: the parameters here are plain tensors, and those that a process steps; the parts of all processes together
+Invariant: the parameters here are plain tensors, and the process steps only them. The parts of all processes together
 are the model. Gradients are summed over the processes, never averaged. A file with its final name is whole.
 """
 
@@ -29,11 +29,11 @@ from libra.backends.transport.messages import DeviceKind, Sharding
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The place of this process in its replica, and collectives of the replica's processes. For a single process (size
+    """The rank of this process in its replica, and collectives of the replica's processes. For a single process (size
     1), every method returns at once.
 
-    Every process takes part in each of these collectives, in the same order. If one is gone, they fail for the others,
-    which then end, too: a replica has all its processes or does not exist.
+    Every process takes part in each of these collectives, in the same order. If a process is lost, they fail for the
+    others, which then end, too: a replica has all its processes or does not exist.
     """
 
     rank: int
@@ -60,7 +60,7 @@ ALONE = Inside(0, 1)
 
 
 def meet(rank: int, size: int, store: distributed.Store, device: DeviceKind = "cpu") -> Inside:
-    """Join the replica's process group: torch's default one in this process, which accelerate uses, too."""
+    """Join the replica's process group. It is torch's default group in this process, which accelerate uses, too."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -77,12 +77,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class ModelPart:
-    """A trainer's part of the model. In this class every process has the whole model, and `DistributedDataParallel`
-    sums the gradients of several."""
+    """A process's part of the model. In this class every process has the whole model, and `DistributedDataParallel`
+    sums the gradients of several processes."""
 
-    model: torch.nn.Module  # to call
+    model: torch.nn.Module  # for calls
     parameters: dict[str, torch.nn.Parameter]  # by their names in the whole model
-    shapes: dict[str, tuple[int, ...]]  # of the whole parameters
+    shapes: dict[str, tuple[int, ...]]  # of the whole parameters, by name
 
     def __init__(self, model: torch.nn.Module, accelerator: Accelerator, inside: Inside) -> None:
         self.parameters = dict(model.named_parameters())
@@ -90,41 +90,41 @@ class ModelPart:
         self._several = inside.size > 1
         if accelerator.device.type == "cpu":
             self.model = accelerator.prepare(model)
-        else:  # prepared, it would convert whole logits to float32
+        else:  # `prepare` would have it convert whole logits to float32
             self.model = DistributedDataParallel(model) if self._several else model
         if self._several:
             self.model.register_comm_hook(None, lambda state, bucket: _sum(bucket))
 
     def use_memory(self) -> None:
-        """Make the model work in the memory to which the parameters were moved."""
+        """Make the model use the memory to which the parameters were moved."""
 
     def use_gradients(self) -> None:
-        """Make backward add to the parameters' gradients for the next step."""
+        """Make the next backward add to the parameters' gradients."""
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Context for forward and backward of one micro-batch, the `last` of its step or not."""
+        """Context for forward and backward of one micro-batch. `last` tells whether it is the last of its step."""
         return self.model.no_sync() if self._several and not last else contextlib.nullcontext()
 
     def norm(self, own: float) -> float:
-        """The norm of the whole gradient, given `own`, that of this part."""
+        """Norm of the whole gradient, from `own`, the norm of this part."""
         return own
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The whole parameter `name`, or its whole `name/moment`; this process holds the part `own`. A scalar is the
-        same everywhere. All processes call it."""
+        """The whole parameter `name`, or its whole moment `name/moment`, from `own`, the part of this process. A scalar
+        is equal in all processes. All processes call this method together."""
         return own
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part of the `whole` that belongs to this process."""
+        """The part of `whole` that belongs to this process."""
         return whole
 
 
 class ShardedModel(ModelPart):
     """Every process has a shard of each parameter; layers are gathered for use (FSDP2, `fully_shard`).
 
-    The shards that FSDP works on are views of the plain parameters' memory, so a shard must be as large as its memory
-    is: parameters are divided evenly, each along the first of its dimensions that allows it. (accelerate's plugin would
-    choose the dimension itself, pad, and keep the padded copy.)
+    FSDP's shards are views of the plain parameters' memory, so a shard must fill this memory exactly. Each parameter is
+    therefore divided evenly, along its first dimension that allows it. (accelerate's plugin would choose the dimension
+    itself, pad, and keep the padded copy.)
     """
 
     def __init__(self, model: torch.nn.Module, accelerator: Accelerator, inside: Inside) -> None:
@@ -132,15 +132,15 @@ class ShardedModel(ModelPart):
         kind = accelerator.device.type
         self._mesh = init_device_mesh(kind, (inside.size,))
         policy = MixedPrecisionPolicy()
-        if kind == "cuda" and accelerator.mixed_precision == "bf16":  # half of what is gathered
+        if kind == "cuda" and accelerator.mixed_precision == "bf16":  # gathering bf16 halves the transferred bytes
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._places = {name: Shard(_divided(name, shape, inside.size)) for name, shape in self.shapes.items()}
-        # By id: a reference would keep whole parameters on the device until all are divided.
+        # Keyed by id, since a reference would keep whole parameters on the device until all are divided.
         place_of = {id(parameter): self._places[name] for name, parameter in model.named_parameters()}
         layers = set(model._no_split_modules or ())
         for module in [*(each for each in model.modules() if type(each).__name__ in layers), model]:
-            # The model itself is no exception: gathered parameters that outlive a forward would miss the next change.
+            # This includes the model itself: parameters that stay gathered after a forward would miss the next change.
             fully_shard(
                 module,
                 mesh=self._mesh,
@@ -168,7 +168,7 @@ class ShardedModel(ModelPart):
             self._shards[name].grad = self._distributed(name, parameter.grad)
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # shards are summed after every backward: nothing whole is kept
+        return contextlib.nullcontext()  # shards are summed after every backward, since no whole gradient is kept
 
     def norm(self, own: float) -> float:
         return float(self._inside.total(own**2) ** 0.5)
@@ -187,7 +187,7 @@ class ShardedModel(ModelPart):
 
 
 class Gathered(Mapping[str, torch.Tensor]):
-    """Whole tensors, each gathered when read and not stored; all processes read them in the same order."""
+    """Whole tensors, each gathered when it is read, and not stored. All processes read them in the same order."""
 
     def __init__(self, part: ModelPart, own: Tensors) -> None:
         self._part, self._own = part, own
@@ -203,7 +203,7 @@ class Gathered(Mapping[str, torch.Tensor]):
 
 
 def part_of(model: torch.nn.Module, sharding: Sharding, accelerator: Accelerator, inside: Inside) -> ModelPart:
-    """The part of this process. Raises `ValueError` if the model cannot be divided in this way."""
+    """The part of the model for this process. Raises `ValueError` if the model cannot be divided evenly."""
     return (ModelPart if sharding == "none" else ShardedModel)(model, accelerator, inside)
 
 
@@ -219,7 +219,7 @@ def _divided(name: str, shape: tuple[int, ...], parts: int) -> int:
 
 
 def _sum(bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's reduction of a bucket of gradients, without its division by the number of processes."""
+    """Reduce DDP's bucket of gradients without the division by the number of processes."""
     work = distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -230,7 +230,7 @@ MODEL, OPTIMISER = "model.safetensors", "optimizer.safetensors"
 
 
 def load_or_make(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of a directory, in this type; with random weights if the directory has none yet."""
+    """The model of a directory, in `dtype`; with random weights if the directory has none yet."""
     if any(directory.glob("*.safetensors")):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     config = AutoConfig.from_pretrained(directory)
@@ -243,8 +243,8 @@ def save_files(
     files: Mapping[str, Mapping[str, torch.Tensor]],
     config: PretrainedConfig | None,
 ) -> None:
-    """`files` are this process's tensors by file and name. The one process that has the model's `config` writes; the
-    others contribute their parts."""
+    """Write `files`, which map file names to this process's tensors by name. The one process with a `config` writes;
+    the others contribute their parts."""
     if config is not None:
         directory.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(directory)
@@ -262,7 +262,7 @@ def save_files(
 
 
 def _read_back(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `OSError` if the file on disk does not hold these tensors."""
+    """Raise `OSError` if the file on disk does not contain these tensors."""
     with open(file, "rb") as written:
         os.fsync(written.fileno())
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,16 +1,15 @@
-"""A replica's publication in memory that it shares: its state, and the last few updates, each with its gradient.
+"""A replica's publication in shared memory: its state, and the last few updates, each with its gradient.
 
 Invariant: a copy is whole or refused. Reading is one-way: the owner does not know its readers, and never waits.
 
-The state is under a sequence lock: its number is odd while it is being changed and even while it is whole, and a change
+The state is under a sequence lock: the sequence is odd during a change and even while the state is whole, and a change
 adds two. State `number` is the result of the number-th change since the start. A replica that takes over another's
-state continues from its number, so that all processes of a replica count alike, whichever states they copied before.
-This needs the store order of x86. On a machine that reorders them a torn copy of the parameters still shows in their
-checksum.
+state continues from the number of this state. So all processes of a replica have equal numbers. The lock relies on the
+store order of x86. On a machine that reorders stores, the checksum of the parameters still shows a torn copy.
 
 Updates lie in a ring of slots. A slot has the number of the state to which its gradient leads, but only while it holds
 exactly the optimiser's input: summed over all replicas, divided and clipped. The number is removed before anything is
-written there. Gradients are accumulated in the slot and exchanged in place, so publishing costs a few stores.
+written into the slot. Gradients are accumulated in the slot and exchanged in place, so publishing costs a few stores.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 PARAMETERS, FIRST_MOMENT, SECOND_MOMENT = range(3)  # the vectors of a state
-SLOTS = 4  # one is being filled, so a reader may be three updates late: copying a state takes less than one step
-OFF_GPU = 1e9  # bytes a second, at least, of a vector that a core on a GPU copies to where joiners read it
-_NONE = -1  # the number of a slot that holds no whole update
+SLOTS = 4  # one is being filled, so a reader may be three updates late; copying a state takes less than one step
+OFF_GPU = 1e9  # bytes per second, at least, at which a core on a GPU copies a vector to where joiners read it
+_NONE = -1  # number of a slot without a whole update
 
 _SLOT = [("number", "<i8"), ("learning_rate", "<f8"), ("denominator", "<f8"), ("gradient_norm", "<f8")]
 _HEADER = np.dtype(
@@ -48,8 +47,8 @@ _HEADER = np.dtype(
     ]
 )
 
-_PAUSE = 0.001  # seconds between two looks at a state that is being changed
-_LOOKS = 30  # in a row: a reader must get back to its own orders
+_PAUSE = 0.001  # seconds between two checks of a state that is being changed
+_LOOKS = 30  # checks in sequence, after which a reader must handle its own orders
 
 
 class OverrunError(RuntimeError):
@@ -61,7 +60,7 @@ class UnreachableError(RuntimeError):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Shape of a publication: vectors of `length` numbers of `dtype`; `signature` is that of their flat layout."""
+    """Shape of a publication: vectors of `length` numbers of `dtype`. `signature` identifies their flat layout."""
 
     length: int
     dtype: str
@@ -69,31 +68,31 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def stride(self) -> int:
-        """Bytes from one vector to the next. A slot's vector has one more number, the loss denominator, exchanged with
-        the gradient."""
+        """Bytes from one vector to the next. A slot's vector has one more number, the loss denominator, which is
+        exchanged with the gradient."""
         return round_up((self.length + 1) * np.dtype(self.dtype).itemsize, mmap.PAGESIZE)
 
     @property
     def size(self) -> int:
-        """Bytes of the memory."""
+        """Bytes of the shared memory."""
         return mmap.PAGESIZE + (3 + SLOTS) * self.stride
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
-    """A copied state, without its vectors."""
+    """A copied state without its vectors."""
 
     number: int
     checksum: int
-    steps: int  # of the optimiser
+    steps: int  # optimiser steps
     learning_rate: float
 
 
 class Update(msgspec.Struct, frozen=True, tag=True):
-    """The update to state `number`, without its gradient."""
+    """The update to state `number` without its gradient."""
 
     number: int
     learning_rate: float
-    denominator: float  # by which the sum of gradients was divided
+    denominator: float  # divisor of the summed gradients
     gradient_norm: float  # before clipping
 
 
@@ -101,18 +100,19 @@ class Publication(Protocol):
     """A joiner's access to a core. All methods may raise `UnreachableError`."""
 
     def at_rest(self) -> bool:
-        """Whether the state is stable; waits some hundredths of a second for a change to end."""
+        """Whether the state is whole. Waits some hundredths of a second for a change to end."""
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
-        """Fill three vectors; None if the state changed meanwhile, so that they are not one state."""
+        """Fill three vectors with the state. Returns None if the state changed meanwhile: the vectors then contain
+        parts of several states."""
 
     def copy_update(self, number: int, into: Vector) -> Update | None:
-        """Fill a flat gradient with the update to state `number`; None if it does not exist yet. Raises `OverrunError`
-        when it is gone, or was overwritten meanwhile."""
+        """Fill a flat gradient with the update to state `number`. Returns None if the update does not exist yet. Raises
+        `OverrunError` if it is gone, or was overwritten meanwhile."""
 
 
 class _Map:
-    """One map of the memory: a header page, the vectors of the state, the vectors of the slots."""
+    """One mapping of the memory: a header page, the vectors of the state, the vectors of the slots."""
 
     def __init__(self, memory: mmap.mmap, shape: Shape) -> None:
         header = np.frombuffer(memory, _HEADER, 1)
@@ -127,7 +127,7 @@ class StateBoard(_Map):
     """The owner's side of a publication. `vectors` are tensors [length], `slots` tensors [length + 1]."""
 
     def __init__(self, shape: Shape) -> None:
-        import torch  # a reader needs none
+        import torch  # here, since a reader needs no torch
 
         self.descriptor, self._memory = make_memory(self, "libra-state", shape.size)
         super().__init__(self._memory, shape)
@@ -148,22 +148,22 @@ class StateBoard(_Map):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps in the moments."""
+        """Optimiser steps that the moments contain."""
         return int(self._header["steps"][0])
 
     def describe(self, steps: int, learning_rate: float) -> None:
-        """Set the steps of the state in progress, and the `learning_rate` of its last step."""
+        """Set the steps of the state that is being changed, and the `learning_rate` of its last step."""
         self._header["steps"], self._header["learning_rate"] = steps, learning_rate
 
     def take_over(self, number: int) -> None:
-        """Let the change in progress lead to that state of another replica. No slot here leads to that state."""
+        """Have the change in progress lead to state `number` of another replica. No slot here leads to that state."""
         self._sequence[0] = 2 * number - 1
         self.forget_updates()
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Context for every change of the state. If it ends with an error, the state stays marked as broken until a
-        change succeeds."""
+        """Context for every change of the state. If it ends with an error, the state stays marked as changing until a
+        later change succeeds."""
         self._sequence[0] |= 1
         yield
         self._header["checksum"] = zlib.crc32(self._vectors[PARAMETERS].view(np.uint8).data)
@@ -179,25 +179,25 @@ class StateBoard(_Map):
         self._numbers[:] = _NONE
 
     def publish(self, update: Update) -> None:
-        """Mark the slot as holding this update."""
+        """Mark the slot as containing this update."""
         slot = self._slots[update.number % SLOTS : update.number % SLOTS + 1]
         slot["learning_rate"], slot["denominator"] = update.learning_rate, update.denominator
         slot["gradient_norm"] = update.gradient_norm
-        slot["number"] = update.number  # last
+        slot["number"] = update.number  # last, since it makes the slot valid
 
     def mirror(self, mirrored: bool) -> None:
-        """Start or stop updating shared memory for a joiner; always on if the state is in shared memory."""
+        """Start or stop copying to shared memory for a joiner. Here it does nothing: the state is always there."""
 
     @property
     def host_vectors(self) -> list[Vector]:
-        """Memory for a state of another replica, which `upload_state` then makes this one's."""
+        """Memory for a state of another replica, which `upload_state` then makes the state of this one."""
         return self._vectors
 
     def upload_state(self) -> None:
         pass
 
     def host_slot(self, number: int) -> Vector:
-        """Memory for the gradient to state `number` of another replica, which `upload_slot` then puts into its slot."""
+        """Memory for another replica's gradient to state `number`, which `upload_slot` then puts into its slot."""
         return self._gradients[number % SLOTS][:-1]
 
     def upload_slot(self, number: int) -> None:
@@ -205,9 +205,9 @@ class StateBoard(_Map):
 
 
 class DeviceBoard(StateBoard):
-    """The owner's end if its state is on a GPU. Shared memory holds a copy only during a join: from `mirror(True)` on,
-    every change and every update is copied there. Before that, it looks like a state in the middle of a change. One
-    slot is enough: an update is copied out before the next one is made."""
+    """The owner's side if its state is on a GPU. Shared memory has a copy only during a join: after `mirror(True)`,
+    every change and every update is copied there. Before, the state there looks as if a change were in progress. One
+    slot on the GPU is enough, since an update is copied out before the next one is made."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         import torch
@@ -231,7 +231,7 @@ class DeviceBoard(StateBoard):
     def change(self) -> Iterator[None]:
         self._sequence[0] = 2 * self._made + 1
         yield
-        self._header["checksum"] = device_hash(self.vectors[PARAMETERS]) >> 1  # of 63 bits
+        self._header["checksum"] = device_hash(self.vectors[PARAMETERS]) >> 1  # 63 bits, for the signed field
         self._made += 1
         self._show()
 
@@ -251,7 +251,7 @@ class DeviceBoard(StateBoard):
         elif not mirrored:
             self.forget_updates()
             self._sequence[0] = 2 * self._made + 1
-            self._memory.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE)  # what follows the header
+            self._memory.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE)  # frees everything after the header
 
     def upload_state(self) -> None:
         for here, host in zip(self.vectors, self._host, strict=True):
@@ -270,22 +270,22 @@ class DeviceBoard(StateBoard):
 
 
 def make_board(shape: Shape, device: torch.device) -> StateBoard:
-    """The board for a state on this device."""
+    """The board for a state on `device`."""
     return StateBoard(shape) if device.type == "cpu" else DeviceBoard(shape, device)
 
 
 class SharedPublication(_Map):
-    """The publication of a process on the same machine. A reader that copies in its own way asks `holds_state` or
-    `holds_update` afterwards whether its copy is whole."""
+    """The publication of a process on the same machine. A reader that copies by itself calls `holds_state` or
+    `holds_update` afterwards, to check that its copy is whole."""
 
     def __init__(self, place: StatePlace, shape: Shape) -> None:
-        """Raises `LayoutError`, and `OSError` when the process is gone."""
+        """Raises `LayoutError`, and `OSError` if the process has ended."""
         try:
             super().__init__(attach(place.pid, place.descriptor, shape.size), shape)
         except LayoutError as error:
             raise LayoutError(f"{error}: all replicas must train the same model in the same precision") from None
         if self._header["signature"] != shape.signature:
-            raise LayoutError(f"process {place.pid} trains another model: all replicas must start from the same one")
+            raise LayoutError(f"process {place.pid} trains another model: all replicas must start from the same model")
 
     def at_rest(self) -> bool:
         for _ in range(_LOOKS):
@@ -295,7 +295,7 @@ class SharedPublication(_Map):
         return False
 
     def state(self) -> State | None:
-        """The state without its vectors, to be read before them; None in the middle of a change."""
+        """The state without its vectors, to be read before the vectors; None during a change."""
         sequence = int(self._sequence[0])
         if sequence % 2:
             return None
@@ -318,8 +318,9 @@ class SharedPublication(_Map):
         return state if self.holds_state(state.number) else None
 
     def update(self, number: int) -> Update | None:
-        """The update without its gradient, to be read first; None if it does not exist yet. Raises `OverrunError`."""
-        # In this order: an update is published before the state it leads to is reached.
+        """The update without its gradient, to be read before the gradient; None if it does not exist yet. Raises
+        `OverrunError`."""
+        # This check comes first, since an update is published before its state is reached.
         reached = self._sequence[0] // 2 >= number
         if self.holds_update(number):
             slot = self._slots[number % SLOTS]
@@ -331,7 +332,7 @@ class SharedPublication(_Map):
         return None
 
     def gradient(self, number: int) -> Vector:
-        """The gradient in the update's slot, without a check of the slot's content."""
+        """The gradient in the slot of update `number`, without a check that the slot has this update."""
         return self._gradients[number % SLOTS][:-1]
 
     def holds_update(self, number: int) -> bool:

@@ -1,9 +1,9 @@
-"""Relay of a core's state to another node: a process next to the core replica lets one joiner read its publication.
+"""Relay of a core's state to another node: a process next to the core replica, through which one joiner reads.
 
-Invariant: the core does not wait for the relay, which reads shared memory like any joiner of the core's own node. A
-frame arrives as it was sent, by its checksum, or the connection ends. Neither end waits longer than `SILENT_SECONDS`
-for a due frame, or keeps a copy of a vector. The relay listens at its given address, serves the reader that sends the
-token, and ends with that reader or with its core. It needs no torch, so it starts in tenths of a second.
+Invariant: the core never waits for the relay, which reads shared memory like any joiner on the core's own node. A frame
+whose checksum is wrong ends the connection. Neither end waits longer than `SILENT_SECONDS` for a due frame, or keeps a
+copy of a vector. The relay listens at its given address, serves the reader that sends the token, and ends with that
+reader or with its core. It does not import torch, so it starts in tenths of a second.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from libra.backends.launch.worker import die_with
 from libra.backends.transport.shared_memory import LayoutError, Vector
 from libra.backends.transport.trainer_messages import RelayPlace, Serve, StatePlace
 
-# A healthy peer sends a frame in milliseconds; a loaded machine may let it wait for seconds. The controller waits a
-# little longer for a joiner (`Patience.floor`), so that the joiner can report a broken connection to the core.
+# A healthy peer sends a frame in milliseconds, on a loaded machine in seconds. The controller waits a little longer for
+# a joiner (`Patience.floor`), so that the joiner can report a broken connection to the core.
 SILENT_SECONDS = 8.0
-READER_SECONDS = 60.0  # for the reader to connect
-GREETING_SECONDS = 5.0  # for a connection, which holds up all others, to show the token
-IDLE_SECONDS = 300.0  # between two requests; a reader may wait for the next membership meanwhile
-_STARTING_SECONDS = 30.0  # the relay's socket is there before its process has started
-_NICE = 10  # neighbours on its cores go first
+READER_SECONDS = 60.0  # in which the reader must connect
+GREETING_SECONDS = 5.0  # in which a connection must send the token, since all others wait for it
+IDLE_SECONDS = 300.0  # between two requests; a reader may wait for the next membership in that time
+_STARTING_SECONDS = 30.0  # the relay's socket exists before its process has started
+_NICE = 10  # other processes on its cores have priority
 
 _PIECE_BYTES = 1 << 20
 _LARGEST_MESSAGE = 4096  # bytes
-_HEAD = struct.Struct("!II")  # of a frame: bytes that follow, and their CRC-32
+_HEAD = struct.Struct("!II")  # head of a frame: number of bytes that follow, and their CRC-32
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -58,14 +58,14 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class RelayRequest(msgspec.Struct, frozen=True):
-    """Request for the rest status, for the state, or for the update to state `number`."""
+    """Request for the state, for the update to state `number`, or for whether the state is whole."""
 
     what: Literal["at rest", "state", "update"]
     number: int = 0
 
 
 class RelayAnswer(msgspec.Struct, frozen=True):
-    """An answer. Vectors follow a `content`; a further answer says whether they were whole to their end."""
+    """An answer. If it has a `content`, vectors follow it, and then an answer that says whether they stayed whole."""
 
     verdict: Literal["yes", "no", "overrun", "other shape"]
     content: State | Update | None = None
@@ -77,12 +77,12 @@ M = TypeVar("M", Greeting, RelayRequest, RelayAnswer)
 
 
 class StateStream:
-    """One end of the connection. Every verb raises `OSError` when the other end is gone, silent or sends an unknown
+    """One end of the connection. Every method raises `OSError` if the other end is gone, is silent, or sends an unknown
     message."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small and waited for
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small, and their senders wait
 
     def close(self) -> None:
         self._connection.close()
@@ -91,7 +91,7 @@ class StateStream:
         self._send(msgspec.msgpack.encode(message))
 
     def receive(self, kind: type[M], seconds: float | None = None) -> M:
-        """Wait for a message, `seconds` at most (None: `SILENT_SECONDS`)."""
+        """Wait for a message, at most `seconds` (None: `SILENT_SECONDS`)."""
         ends = _ends(seconds)
         count, checksum = self._head(ends)
         if count > _LARGEST_MESSAGE:
@@ -104,7 +104,7 @@ class StateStream:
             raise ConnectionAbortedError(f"this is not a {kind.__name__}: {error}") from None
 
     def send_vectors(self, vectors: Sequence[Vector], is_whole: Callable[[], bool]) -> None:
-        """Send the vectors as long as they are unchanged, then whether they were unchanged to the end."""
+        """Send the vectors while they are unchanged, then whether they stayed unchanged to the end."""
         for vector in vectors:
             data = vector.view(np.uint8).data
             for start in range(0, len(data), _PIECE_BYTES):
@@ -115,7 +115,7 @@ class StateStream:
         self.send(YES if is_whole() else NO)
 
     def fill(self, vectors: Sequence[Vector]) -> bool:
-        """Fill the vectors; returns whether they hold one publication. If not, they hold parts of several."""
+        """Fill the vectors; returns whether they are of one publication. If not, they have parts of several."""
         rooms = [vector.view(np.uint8).data for vector in vectors]
         while True:
             ends = _ends(None)
@@ -175,16 +175,16 @@ def _copy(data: memoryview) -> bytes:
 class RemotePublication:
     """The publication of a core on another node, through the core's relay; see `Publication`.
 
-    After a silence, an unknown message or the loss of the relay, this end stays closed.
+    After a silence, an unknown message or the loss of the relay, this connection stays closed.
     """
 
     def __init__(self, place: RelayPlace, shape: Shape) -> None:
-        """Raises `LayoutError`, and `OSError` if the relay is missing or refuses the token."""
+        """Raises `LayoutError`, and `OSError` if the relay is not there or refuses the token."""
         self._stream = StateStream(socket.create_connection((place.host, place.port), SILENT_SECONDS))
         weakref.finalize(self, self._stream.close)
         self._stream.send(Greeting(place.token, shape))
         if self._stream.receive(RelayAnswer, _STARTING_SECONDS) != YES:
-            raise LayoutError("the core publishes another model or precision: all replicas must train the same")
+            raise LayoutError("the core publishes another model or precision: all replicas must train the same one")
 
     def at_rest(self) -> bool:
         with self._reaching():
@@ -223,7 +223,7 @@ class RemotePublication:
 
 
 class RelayOrder(msgspec.Struct, frozen=True):
-    """A relay's order, read from its standard input, since command lines are visible to other users of the machine."""
+    """A relay's order. It comes by standard input, since other users of the machine can see command lines."""
 
     listener: int  # file descriptor
     serve: Serve
@@ -232,10 +232,10 @@ class RelayOrder(msgspec.Struct, frozen=True):
 
 
 class Relay:
-    """The core's handle on its relay. The socket listens from now on; a reader waits for the process to start."""
+    """The core's handle on its relay. The socket listens at once; a reader waits for the process to start."""
 
     def __init__(self, serve: Serve, place: StatePlace, shape: Shape) -> None:
-        """Raises `OSError` when the process cannot be started, or the address is not one of this node."""
+        """Raises `OSError` if the process cannot be started, or the address is not one of this node."""
         with socket.create_server((serve.host, 0)) as listener:
             self.port: int = listener.getsockname()[1]
             self._process = subprocess.Popen(
@@ -243,7 +243,8 @@ class Relay:
             )
             order = RelayOrder(listener.fileno(), serve, place, shape)
         assert self._process.stdin is not None
-        # A relay killed before it reads its order is like one killed later: its reader gets no answer, and asks again.
+        # If the relay is killed before it reads its order, its reader gets no answer and asks again, as after a later
+        # kill.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as standard_input:
             standard_input.write(msgspec.json.encode(order))
 
@@ -277,8 +278,8 @@ def serve(stream: StateStream, publication: SharedPublication) -> None:
 
 
 def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: float) -> StateStream:
-    """The first reader that sends the token. Raises `TimeoutError` if none arrives. Raises `ValueError` if it expects
-    another shape, after telling the reader."""
+    """The connection of the first reader that sends the token. Raises `TimeoutError` if none arrives within `seconds`.
+    If the reader expects another shape, tells it so and raises `ValueError`."""
     ends = time.monotonic() + seconds
     while True:
         listener.settimeout(max(0.001, ends - time.monotonic()))
@@ -314,6 +315,6 @@ if __name__ == "__main__":
     try:
         main()
     except ConnectionResetError:
-        pass  # the reader has joined, or is gone
+        pass  # the reader has joined, or is lost
     except (OSError, ValueError, LayoutError) as error:
         sys.exit(f"relay: {error}")

@@ -1,10 +1,10 @@
 """A small store with a secret, in which replicas exchange the addresses at which they connect.
 
-Invariant: data that arrives before the secret is neither kept nor grows, and data that arrives after it stays within
-the limits below. A stranger can neither read nor set a key, and no message ends a process.
+Invariant: data that arrives before the secret is not kept, and data that arrives after it stays within the limits
+below. A stranger can neither read nor set a key, and no message ends a process.
 
 torch's own store has no authentication, lets every client list and set its keys, and ends its process on a malformed
-frame. This one has the same interface, so gloo accepts either.
+frame. This store has the same interface, so gloo accepts either.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import msgspec
 from torch.distributed import Store
 
 _LONGEST_KEY, _LONGEST_VALUE = 512, 1 << 16  # bytes
-_MOST_KEYS = 100_000  # the oldest go: they are of memberships that are over
-_MOST_GREETING = 32  # connections that have not sent the secret yet; the longest waiting one is closed for another
-_GREETING_SECONDS = 5.0  # for a connection to show the secret
-_LOOK_SECONDS = 1.0  # between two looks for connections that have not shown it in time
+_MOST_KEYS = 100_000  # above it the oldest keys are dropped, which are those of ended memberships
+_MOST_GREETING = 32  # connections without the secret; above it the longest waiting one is closed
+_GREETING_SECONDS = 5.0  # in which a connection must send the secret
+_LOOK_SECONDS = 1.0  # between two searches for connections that are late with the secret
 _HEAD = struct.Struct("!I")
 _LARGEST_FRAME = _LONGEST_KEY + _LONGEST_VALUE + 64
 
 
 class _Call(msgspec.Struct, frozen=True, array_like=True):
-    """Set `key` if there is a value; otherwise wait up to `seconds` for the value of `key`."""
+    """A call that sets `key` if there is a value; otherwise it waits up to `seconds` for the value of `key`."""
 
     key: str
     seconds: float
@@ -40,19 +40,19 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Door:
-    """New connections of a listener, read in one thread until they have sent the secret. A stranger costs a descriptor
-    and no thread, however slowly it sends."""
+    """New connections of a listener. One thread reads them until they have sent the secret, so a stranger costs a file
+    descriptor and no thread, however slowly it sends."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         listener.setblocking(False)
         self._listener, self._secret = listener, secret.encode()
-        self._shown: dict[socket.socket, bytearray] = {}  # longest waiting first
-        self._ends: dict[socket.socket, float] = {}  # monotonic seconds
+        self._shown: dict[socket.socket, bytearray] = {}  # bytes received from each; longest waiting first
+        self._ends: dict[socket.socket, float] = {}  # deadline of each, on the monotonic clock
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
     def admitted(self) -> Iterator[socket.socket]:
-        """Blocking connections that have sent the secret, until the listener is closed."""
+        """Yield blocking connections that have sent the secret, until the listener is closed."""
         while self._listener.fileno() >= 0:
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 connection: socket.socket | None = key.data
@@ -68,13 +68,13 @@ class _Door:
         self._selector.close()
 
     def _accept(self) -> None:
-        """Add a connection that has to greet; if there are too many, the oldest ends."""
+        """Accept a connection that must send the secret. If too many wait, close the one that waits longest."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:
-            time.sleep(0.1)  # too many files are open; waiting connections are still there later
+            time.sleep(0.1)  # too many files are open; the connection can be accepted later
             return
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, connection)
@@ -84,7 +84,8 @@ class _Door:
             self._leave(next(iter(self._shown))).close()
 
     def _has_shown(self, connection: socket.socket) -> bool:
-        """Whether the connection has sent the whole secret; one that cannot any more is closed."""
+        """Whether the connection has sent the whole secret. Closes a connection that sent something else or has
+        ended."""
         shown = self._shown[connection]
         try:
             got = connection.recv(len(self._secret) - len(shown))
@@ -108,11 +109,11 @@ class _Door:
 
 
 class RendezvousServer:
-    """The store, in the process of the first replica, served by daemon threads: one for new connections, and one for
+    """The store, in the process of the first replica. Daemon threads serve it: one for new connections, and one for
     each connection that has sent the secret."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
-        """Port 0: any free one. Raises `OSError`."""
+        """Port 0 means any free port. Raises `OSError`."""
         self.host, self.secret = host, secret
         self._listener = socket.create_server((host, port))
         self.port: int = self._listener.getsockname()[1]
@@ -121,7 +122,7 @@ class RendezvousServer:
         Thread(target=self._listen, name="rendezvous", daemon=True).start()
 
     def close(self) -> None:
-        """Refuse further connections."""
+        """Stop accepting connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -137,7 +138,7 @@ class RendezvousServer:
                 _send(connection, self._answer(call))
 
     def _answer(self, call: _Call) -> bytes | None:
-        """The value; None if it does not arrive in time, or exceeds the room."""
+        """The value; None if it is not set in time, or exceeds a limit."""
         with self._changed:
             if call.value is not None:
                 if len(call.key) > _LONGEST_KEY or len(call.value) > _LONGEST_VALUE:
@@ -152,9 +153,9 @@ class RendezvousServer:
 
 
 class RendezvousStore(Store):
-    """One replica's view of the store: its keys begin with `prefix`. Raises `OSError` if it cannot be reached.
+    """One replica's view of the store: its keys begin with `prefix`. Raises `OSError` if the store cannot be reached.
 
-    gloo sets a key once in a membership, so this replica requests no value that it has set or seen.
+    gloo sets a key once per membership, so a value that this replica has set or seen is not requested again.
     """
 
     def __init__(self, host: str, port: int, secret: str, prefix: str, timeout: timedelta) -> None:
@@ -216,7 +217,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Exactly `count` bytes. Raises `OSError`."""
+    """Read exactly `count` bytes. Raises `OSError`."""
     room = bytearray(count)
     view = memoryview(room)
     while view:

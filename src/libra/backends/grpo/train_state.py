@@ -1,7 +1,7 @@
-"""State that training changes: parameters, AdamW moments and gradients, on a board. A joiner takes over a core's.
+"""State that training changes: parameters, AdamW moments and gradients, on a board. A joiner copies a core's state.
 
 Invariant: model and optimiser only see views of the board's memory, and every change is made in place and marked as a
-change. So the board always is the state, and publishing it copies nothing.
+change. So the board always has the current state, and publishing it needs no copy.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from libra.backends.grpo.relay import RemotePublication
 from libra.backends.transport.shared_memory import CACHE_LINE, round_up
 from libra.backends.transport.trainer_messages import RelayPlace, StatePlace
 
-SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to pause for it
-SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
+SNAPSHOTS = 3  # without reaching the core; the core is then faster than this replica, and must pause for it
+SILENT_SECONDS = 30.0  # longest time of one change; an optimiser step takes seconds at most
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All parameters of a model as one vector: shapes by name in its order, and the start of each, in elements. Every
-    tensor starts on a cache line. The gaps are zero and stay zero, so a sum, a copy or a checksum of whole vectors is
-    that of their tensors."""
+    """All parameters of a model as one vector: the shapes by name in the vector's order, and the start of each tensor,
+    in elements. Every tensor starts on a cache line. The gaps are zero and stay zero, so sums, copies and checksums of
+    the vector are those of its tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]
     offsets: Mapping[str, int]
@@ -55,7 +55,7 @@ class FlatLayout:
         return cls(dict(shapes), offsets, end)
 
     def views(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors by name, as views of a vector of at least `length`."""
+        """The tensors by name, as views of a vector with at least `length` elements."""
         return {
             name: vector[self.offsets[name] : self.offsets[name] + prod(shape)].view(shape)
             for name, shape in self.shapes.items()
@@ -68,23 +68,23 @@ class FlatLayout:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A copy of the whole state in the host's memory, for restoring it."""
+    """A copy of the whole state in the host's memory, from which it can be restored."""
 
     vectors: list[torch.Tensor]
     steps: int
 
 
 class TrainState:
-    """The parameters of a model by name, and the AdamW that steps them."""
+    """The parameters of a model by name, and the AdamW optimiser that steps them."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimiser: torch.optim.AdamW) -> None:
-        """Move the parameters onto a board, keeping their values. The optimiser has not stepped yet."""
+        """Move the parameters onto a board, with their values. The optimiser must not have stepped yet."""
         first = next(iter(parameters.values()))
         self._parameters, self._optimiser = dict(parameters), optimiser
         (self._group,) = optimiser.param_groups
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._flat = FlatLayout.of(shapes, first.element_size())
-        # Equal for replicas of one model in one precision.
+        # Equal for replicas with the same model and precision.
         self.shape = Shape(self._flat.length, str(first.dtype).removeprefix("torch."), self._flat.signature())
         self._board = make_board(self.shape, first.device)
         self._gradients = [self._flat.views(slot) for slot in self._board.slots]
@@ -113,7 +113,7 @@ class TrainState:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of a parameter; NaN where one is not a number."""
+        """The largest magnitude of a parameter; NaN if one is not a number."""
         lowest, highest = torch.aminmax(self._board.vectors[PARAMETERS])
         return max(-float(lowest), float(highest))
 
@@ -138,8 +138,8 @@ class TrainState:
         return StatePlace(os.getpid(), self._board.descriptor)
 
     def publication_at(self, place: StatePlace | RelayPlace) -> Publication:
-        """The publication of another replica of the same model. Raises `LayoutError`, and `OSError` when the replica is
-        gone."""
+        """The publication of another replica with the same model. Raises `LayoutError`, and `OSError` if the replica is
+        lost."""
         match place:
             case StatePlace():
                 return SharedPublication(place, self.shape)
@@ -147,11 +147,11 @@ class TrainState:
                 return RemotePublication(place, self.shape)
 
     def mirror(self, mirrored: bool) -> None:
-        """Start or stop keeping the state where joiners read it; always on unless it is on a GPU."""
+        """Start or stop copying the state to where joiners read it. A state that is not on a GPU is always there."""
         self._board.mirror(mirrored)
 
     def optimiser_tensors(self) -> dict[str, torch.Tensor]:
-        """Step count and moments as `<parameter>/<key>`."""
+        """Step count and moments, named `<parameter>/<key>`."""
         return {
             f"{name}/{key}": tensor
             for name, parameter in self._parameters.items()
@@ -166,20 +166,20 @@ class TrainState:
             self._board.describe(int(self._steps()[0]), self.learning_rate)
 
     def gradient(self) -> torch.Tensor:
-        """Zeros [length + 1] for the next step: backward adds to its views, and the last element is the denominator."""
+        """Zeros [length + 1] for the next step. Backward adds to its views; the last element is the denominator."""
         slot = self._open_slot()
         slot.zero_()
         return slot
 
     def step(self, denominator: float, gradient_norm: float) -> None:
-        """Publish the divided and clipped gradient, and apply it with the optimiser."""
+        """Publish the divided and clipped gradient, and step the optimiser with it."""
         self._board.publish(Update(self.number + 1, self.learning_rate, denominator, gradient_norm))
         with self.change():
             self._optimiser.step()
 
     def take_state(self, publication: Publication) -> int | None:
-        """Take over the published state. Returns its number; None if it changed during the copy: this replica then has
-        no whole state until the next copy."""
+        """Copy the published state into this one. Returns its number, or None if it changed during the copy. This
+        replica then has no whole state until the next copy."""
         with self.change():
             state = publication.copy_state(self._board.host_vectors)
             if state is not None:
@@ -190,8 +190,8 @@ class TrainState:
         return state.number if state is not None and state.checksum == self.checksum else None
 
     def take_update(self, publication: Publication, number: int) -> bool:
-        """Make the published step to state `number`; returns False if it does not exist yet. Raises `OverrunError`,
-        with the state unchanged."""
+        """Make the published step to state `number`; returns False if that update does not exist yet. Raises
+        `OverrunError` and leaves the state unchanged."""
         self._open_slot()
         update = publication.copy_update(number, self._board.host_slot(number))
         if update is None:
@@ -211,7 +211,7 @@ class TrainState:
             self._set_steps(kept.steps)
 
     def _open_slot(self) -> torch.Tensor:
-        """The slot for the next update; every gradient becomes a view of it."""
+        """The slot for the next update. Makes every gradient a view of it."""
         index = self._board.open_slot()
         for name, view in self._gradients[index].items():
             self._parameters[name].grad = view
@@ -230,23 +230,23 @@ class BehindError(RuntimeError):
 
 
 class SilentError(RuntimeError):
-    """The core has been in a change for too long, so it hangs or has ended."""
+    """The core has been changing its state for too long, so it hangs or has ended."""
 
 
 class Follower:
-    """A joiner on its way to a core's state, at its own pace while the core steps. It holds exactly state `number` of
-    the core, or knows that it holds none: one snapshot, then the later updates, each once and in order. A new snapshot
-    replaces a missed update, a bounded number of times."""
+    """A joiner that follows a core's state, at its own speed while the core steps. It copies one snapshot, then applies
+    the later updates, each once and in order. After a missed update it copies a new snapshot, a limited number of
+    times. It knows which state of the core it has, or that it has none."""
 
     def __init__(self, publication: Publication, state: TrainState) -> None:
         self._publication, self._state = publication, state
-        self._snapshots = 0  # since the last time there was nothing left to do
-        self._changing_since: float | None = None  # when the core was first seen in the change that it is in
-        self.number: int | None = None  # of the core's state that is held
+        self._snapshots = 0  # since it last had the core's newest state
+        self._changing_since: float | None = None  # time at which the core's current change was first seen
+        self.number: int | None = None  # of the core's state that this replica has; None: none
 
     def advance(self) -> None:
-        """Follow until nothing more is published, or the core is in the middle of a change that has to end first.
-        Raises `BehindError`, `SilentError`, `UnreachableError`."""
+        """Follow until there is no newer update, or the core is in the middle of a change. Raises `BehindError`,
+        `SilentError`, `UnreachableError`."""
         while True:
             if self.number is None:
                 if not self._at_rest():
@@ -257,7 +257,7 @@ class Follower:
         self._snapshots = 0
 
     def _at_rest(self) -> bool:
-        """Whether there is a state to copy now. If not, no copy counts as overtaken."""
+        """Whether a whole state can be copied now. If not, this does not count as a snapshot."""
         if self._publication.at_rest():
             self._changing_since = None
             return True
@@ -271,14 +271,14 @@ class Follower:
     def _take_snapshot(self) -> None:
         if self._snapshots == SNAPSHOTS:
             raise BehindError(
-                f"{SNAPSHOTS} copies of the core's state in a row were overtaken by its steps: each was torn, or more"
-                " steps followed than the ring of gradients keeps"
+                f"{SNAPSHOTS} copies of the core's state in sequence became outdated: each was torn, or more steps"
+                " followed than the ring of gradients keeps"
             )
         self._snapshots += 1
         self.number = self._state.take_state(self._publication)
 
     def _take_update(self, number: int) -> bool:
-        """Whether more remains: an update was applied, or missed."""
+        """Take the update to state `number`. Returns whether there may be more to do: it was applied, or missed."""
         try:
             if not self._state.take_update(self._publication, number):
                 return False

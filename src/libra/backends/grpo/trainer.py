@@ -1,7 +1,8 @@
-"""One process of a training replica, by default the only one, which trains on the samples that it receives.
+"""One process of a training replica, by default its only process. It trains on the samples that it receives.
 
-Invariant: the optimiser steps only on a verdict, after the gradients of all replicas have been summed and divided once.
-Every replica then holds the same parameters, and proves it by their hash. Until the verdict the state does not change.
+Invariant: the optimiser steps only after a verdict, when the gradients of all replicas have been summed and divided
+once. Every replica then has the same parameters, and proves it by their hash. Before the verdict the state does not
+change.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ from libra.backends.transport.trainer_messages import (
     WarmUp,
 )
 
-_GRADIENT_NORM = 1.0  # clip
-_LARGEST = math.sqrt(torch.finfo(torch.float32).max)  # a weight whose square engines can still compute
-_MEASURING_PATIENCE = 60.0  # seconds; while measuring, the duration of a step is not known yet
+_GRADIENT_NORM = 1.0  # gradients are clipped to it
+_LARGEST = math.sqrt(torch.finfo(torch.float32).max)  # the largest weight whose square is finite in engines
+_MEASURING_PATIENCE = 60.0  # seconds; during measurements the duration of a step is unknown
 _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
 
 
 class TrainerProcess:
-    """A training process: its part of the model, the optimiser and the gradient exchange."""
+    """A training process: its part of the model, the optimiser, and the gradient exchange."""
 
     def __init__(self, start: StartTrainer, descriptor: int, pacer: Pacer, inside: Inside = ALONE) -> None:
         self._settings = start
@@ -77,7 +78,7 @@ class TrainerProcess:
         self._accelerator = Accelerator(cpu=start.device == "cpu", mixed_precision=mixed)
         self._device = self._accelerator.device
         model = load_or_make(Path(start.model_directory), self._dtype).train()
-        if start.sharding == "none":  # else each layer goes there alone, before it is divided
+        if start.sharding == "none":  # otherwise each layer goes to the device alone, before it is divided
             model = model.to(self._device)
         if start.device == "cuda":
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -88,19 +89,19 @@ class TrainerProcess:
         self.state = TrainState(named, optimiser)
         self.part.use_memory()
         self.elastic = ElasticReplica(self.state, pacer, inside.rank)
-        self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
+        self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, before the verdict
         self.layout: tuple[Tensor, ...]
         self.layout, self.buffer_bytes = make_layout(self.part.shapes.items(), served_dtype(start.precision))
         self._buffer = WeightBuffer(descriptor, self.buffer_bytes)
         if start.device == "cuda" and inside.leads:
             self._buffer.pin()
-            torch.cuda.empty_cache()  # what the model was in before it was on the board
+            torch.cuda.empty_cache()  # memory in which the model was before it moved to the board
 
     def reduce(self, order: Train) -> Reduced:
-        """Back-propagate this share and sum the gradients of all replicas. The state does not change.
+        """Back-propagate this share, and sum the gradients of all replicas. The state does not change.
 
-        In a replica of several processes each has a part of the replica's samples. After back-propagating them, each
-        holds its part of the replica's gradient, or all of it, and sums that with its counterparts in other replicas.
+        In a replica of several processes, each process has a part of the replica's samples. After back-propagation it
+        has its part of the replica's gradient, or all of it, and sums it with its counterparts in other replicas.
         """
         if self._reduced is not None:
             raise RuntimeError(f"the gradient of version {self._reduced[0]} still awaits its verdict")
@@ -123,7 +124,7 @@ class TrainerProcess:
         return Reduced(order.version, failure, compute_seconds, exchange_seconds, sums)
 
     def commit(self, order: Commit) -> Trained:
-        """Make the optimiser step with the summed gradient of this version."""
+        """Step the optimiser with the summed gradient of this version."""
         if self._reduced is None or self._reduced[0] != order.version:
             raise RuntimeError(f"no gradient of version {order.version} awaits a verdict")
         _, gradient = self._reduced
@@ -142,7 +143,7 @@ class TrainerProcess:
 
     def warm_up(self, order: WarmUp) -> WarmedUp:
         """Make one supervised step on the mean cross-entropy over the demonstrated agent's own tokens. The answer has
-        the part of it that this process contributes."""
+        this process's part of the loss."""
         samples = [
             Sample(str(i), tokens, generated, [0.0] * len(tokens), [], 0.0)
             for i, (tokens, generated) in enumerate(order.batch)
@@ -163,7 +164,7 @@ class TrainerProcess:
         return WarmedUp(total / demonstrated)
 
     def publish(self, buffer: int) -> int:
-        """Write the whole weights for the engines; returns their checksum, 0 if this process does not lead."""
+        """Write the whole weights for the engines; returns their checksum, or 0 if this process does not lead."""
         weights = Gathered(self.part, self.part.parameters)
         if self._inside.leads:
             return self._buffer.write(buffer, self.layout, weights, hashed=self._settings.hashed)
@@ -172,7 +173,7 @@ class TrainerProcess:
         return 0
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-prob of each token after the first, at the temperature of sampling."""
+        """Log-prob of each token after the first, at the sampling temperature."""
         scores = []
         for tokens in sequences:
             with torch.no_grad():
@@ -189,9 +190,9 @@ class TrainerProcess:
         return f"its largest weight is {largest:.3g}, and products of such weights are not finite"
 
     def save(self, directory: Path, optimiser: bool) -> None:
-        """Write the model, with its optimiser if wanted; see `save_files`. Raises `ValueError` if it has diverged."""
+        """Write the model, if wanted with its optimiser; see `save_files`. Raises `ValueError` if it has diverged."""
         why = self.diverged()
-        if self._inside.largest(bool(why)):  # all processes of the replica write, or none does
+        if self._inside.largest(bool(why)):  # either all processes of the replica write, or none
             raise ValueError(f"the model has diverged: {why or 'another process of the replica reported it'}")
         tensors = {MODEL: self.part.parameters}
         if optimiser:
@@ -199,13 +200,13 @@ class TrainerProcess:
         save_files(directory, self.part, tensors, self._config if self._inside.leads else None)
 
     def load(self, directory: Path) -> None:
-        """Read the model and its optimiser."""
+        """Load the model and its optimiser from a directory."""
         with self.state.change():
             load_file(directory / MODEL, self.part, self.part.parameters)
             load_file(directory / OPTIMISER, self.part, self.state.optimiser_tensors())
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
-        """Measure training at this device's pace. Parameters and optimiser state are restored at any end."""
+        """Measure training at this device's speed. Restores parameters and optimiser state, also after an error."""
         kept = self.state.keep()
         batches, steps, exchanges = list[tuple[int, float]](), list[float](), list[float]()
         try:
@@ -214,15 +215,15 @@ class TrainerProcess:
                     batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
                     began = time.monotonic()
                     vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
-                    # All processes of the replica continue, or none: they meet again in the step.
+                    # Either all processes of the replica continue, or none, since they meet again in the step.
                     if self._inside.largest(bool(vote.failure)):
                         self.discard()
-                        self.elastic.exchange.abort()  # another replica may have got this sum, and be at the next one
+                        self.elastic.exchange.abort()  # so that no other replica waits in the next sum
                         failure = vote.failure or "the gradient exchange of another process failed"
                         return TrainingMeasured([], 0.0, 0.0, failure)
                     self.commit(Commit(0, -1))
                     whole = time.monotonic() - began
-                    if repeat > 0:  # the first time pays for kernels that are set up at their first use
+                    if repeat > 0:  # the first repeat includes the set-up of kernels
                         batches.append((vote.sums.forward_tokens, vote.compute_seconds))
                         exchanges.append(vote.exchange_seconds)
                         steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
@@ -237,7 +238,7 @@ class TrainerProcess:
             ids, mask, behaviour, advantages = collate(batch, self._device)
             with self.part.accumulating(last):
                 logprobs = self._logprobs(ids, settings.temperature)
-                # One step per batch: the proximal policy is the policy that enters the step.
+                # With one step per batch, the proximal policy is the policy at the start of the step.
                 prox = logprobs.detach()
                 loss, found = loss_sum(logprobs, prox, behaviour, advantages, mask, settings.clip, settings.denominator)
                 self._accelerator.backward(loss)
@@ -246,8 +247,8 @@ class TrainerProcess:
         return sums
 
     def _micro_batches(self, samples: list[Sample]) -> Iterator[tuple[list[Sample], bool]]:
-        """Micro-batches, and whether each is the last. Every process of the replica makes equally many, since they meet
-        in each; a process without further samples adds nothing."""
+        """Micro-batches, and whether each is the last. All processes of the replica yield the same number, since they
+        meet in each; a process without further samples adds nothing."""
         batches = list(micro_batches(samples, self._settings.micro_batch_tokens))
         rounds = self._inside.largest(len(batches))
         for number in range(rounds):
@@ -259,7 +260,7 @@ class TrainerProcess:
         return gradient
 
     def _step(self, gradient: torch.Tensor) -> float:
-        """Divide the summed gradient once, clip it, and step; returns its norm before clipping."""
+        """Divide the summed gradient once, clip it, and step the optimiser; returns the norm before clipping."""
         total = float(gradient[-1])
         gradient[:-1] /= max(total, 1.0)
         parameters = self.part.parameters.values()
@@ -269,7 +270,7 @@ class TrainerProcess:
         return norm
 
     def _logprobs(self, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[samples, tokens - 1]: log-prob of every token after the first, where the policy is softmax(logits /
+        """Log-probs [samples, tokens - 1] of every token after the first, under the policy softmax(logits /
         temperature)."""
         with self._accelerator.autocast():
             logits = self.part.model(input_ids=ids, use_cache=False).logits

@@ -1,8 +1,9 @@
 """The training side as one unit: replicas that share each step.
 
-Invariant: a step is made by all present replicas together or not at all. Each votes when it holds the summed gradient,
-and gets the order to step only when all have voted. If one is lost before that, none has stepped: the rest regroup and
-make the same step from the same samples. So no sample is trained twice or dropped, and no state has to be copied.
+Invariant: a step is made by all present replicas together or not at all. Each replica votes when it has the summed
+gradient, and gets the order to step only after all have voted. If a replica is lost before, none has stepped: the
+others regroup and make the same step from the same samples. So no sample is trained twice or dropped, and no state is
+copied.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from libra.exec.ratio import Ratio
 from libra.records.files import DiskError
 
 Reply = TypeVar("Reply", bound=Message)
-_FREE = 0.001  # seconds in which a free step boundary is entered
+_FREE = 0.001  # seconds within which a free step boundary is entered
 
 
 def start_order(
@@ -60,9 +61,9 @@ def start_order(
     cores: tuple[int, ...] | None = None,
     hashed: bool = False,
 ) -> StartTrainer:
-    """The order to the worker at this `link` to train this model. `share`: of its slot's core, or of its GPU;
-    `precision`: the chosen one; `cores`: None for those of its slot; `hashed`: whether a GPU may seal weights with its
-    own hash, which replaces the CRC of all bytes."""
+    """The order to the worker at `link` to train this model. `share` is the share of the slot's core or of the GPU.
+    `precision` is the run's number format. Without `cores`, the worker uses the cores of its slot. `hashed`: whether a
+    GPU may seal weights with its own hash, which replaces the CRC of all bytes."""
     on_cpu = link.device == CPU
     return StartTrainer(
         model_directory=str(model),
@@ -89,13 +90,13 @@ class DivergedError(RuntimeError):
 
 
 def require_sound(what: str, rate: str, diverged: str) -> None:
-    """Raises `DivergedError` if `diverged` names a fault; `rate` is the key of the learning rate."""
+    """Raise `DivergedError` if `diverged` is not empty. `rate` is the key of the learning rate to lower."""
     if diverged:
         raise DivergedError(f"{what} diverged: {diverged}; lower {rate}")
 
 
 class Trainers:
-    """The `Trainer` of a run. Core replicas come first, and the first of them publishes."""
+    """The `Trainer` of a run. The first core replica publishes the weights."""
 
     def __init__(
         self,
@@ -104,15 +105,15 @@ class Trainers:
         patience: Patience = STANDARD,
         port: int = 0,
     ) -> None:
-        """`core` is the first replica; `kill` ends the process of one that hangs. Replicas meet at `port` of the first
-        one's node; 0: any free one."""
+        """`core` is the first replica; `kill` ends the process of a replica that hangs. Replicas meet at `port` of the
+        first replica's node; 0 means any free port."""
         self._patience, self._kill = patience, kill
         self._members = Membership(core, kill, patience, port)
-        self.publisher = core  # the replica on whose node the newest weights are; it may be lost by now
+        self.publisher = core  # the replica on whose node the newest weights are; it may be lost already
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
-        self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
-        self._step_seconds = 0.0  # of the last step
-        self._longest_step = 0.0  # seconds, of those that were made
+        self._token_seconds = Ratio()  # of the slowest replica, per token of the largest share
+        self._step_seconds = 0.0  # duration of the last step
+        self._longest_step = 0.0  # duration of the longest step, in seconds
         self.boundary = Boundary()
 
     @property
@@ -121,7 +122,7 @@ class Trainers:
         return self._members.require_core()
 
     def require_core(self) -> None:
-        """Raises `CoreLostError` when no core replica is present."""
+        """Raise `CoreLostError` if no core replica is present."""
         self._members.require_core()
 
     @property
@@ -140,13 +141,13 @@ class Trainers:
 
     @property
     def step_allowance(self) -> float:
-        """Estimated seconds within which a step is made, or the loss of a replica is noticed."""
+        """Estimated seconds within which a step ends, or the loss of a replica is noticed."""
         return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
-        """Admit a started replica while the others continue: it follows a core until it holds the same state, and
-        contributes from the next step on. Returns the seconds that a step waited for its entry. Raises `JoinError` (its
-        process is then ended), and `WorkerLostError` when it is lost."""
+        """Admit a started replica while the others continue. It follows a core until it has the same state, and
+        contributes from the next step on. Returns the seconds that a step waited for it to enter. Raises `JoinError`,
+        and its process is then ended, or `WorkerLostError` if it is lost."""
         async with self._changing:
             try:
                 return await Joiner(replica, core, self._members, self.boundary, self._step_seconds).join()
@@ -156,7 +157,7 @@ class Trainers:
                 raise
 
     async def leave(self, name: str) -> Handle:
-        """Release a hybrid replica at a step boundary. Raises `WorkerLostError` when it is lost before."""
+        """Release a hybrid replica at a step boundary. Raises `WorkerLostError` if it is lost before."""
         members = self._members
         async with self._changing:
             if name in {replica.name for replica in members.cores}:
@@ -170,12 +171,12 @@ class Trainers:
                 members.hybrids.remove(members.hybrid(name))
                 if generation == members.prepared:
                     await members.enter(generation)
-                else:  # a replica was lost, so the generation was prepared in vain
+                else:  # a replica was lost, so the prepared generation is unusable
                     await members.regroup()
             return leaving
 
     async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
-        """Answer of a core replica; if it is lost, of the next core replica. Raises `CoreLostError`,
+        """The answer of a core replica; if it is lost, that of the next core replica. Raises `CoreLostError`,
         `WorkerFailedError`.
         """
         while True:
@@ -184,18 +185,19 @@ class Trainers:
                 return await core.ask(order, reply)
             except WorkerLostError:
                 pass
-            except TimeoutError:  # the handle has declared it lost
+            except TimeoutError:  # the handle has declared the core lost
                 self._kill(core)
 
     async def publish(self, version: int, buffer: int) -> int:
-        """Have a core replica publish its weights as that version; returns the checksum. Raises `CoreLostError`."""
+        """Have a core replica publish its weights as version `version`; returns the checksum. Raises
+        `CoreLostError`."""
         published = await self.ask_core(Publish(version, buffer), Published)
         self.publisher = self.core
         return published.checksum
 
     async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
-        """Cost of training on every replica, timed together while no step is made. When one is lost, the others measure
-        again. Raises `CoreLostError`, `ExchangeError`."""
+        """Cost of training on every replica, measured at the same time while no step is made. If a replica is lost, the
+        others measure again. Raises `CoreLostError`, `ExchangeError`."""
         async with self._changing:
             await self._members.tidy()
             failures = 0
@@ -207,7 +209,7 @@ class Trainers:
                 failures = await self._members.regroup_after("measuring", answers, failures)
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
-        """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
+        """Make weight version `version`. `sequences` and `tokens` count the whole batch, for the denominator.
 
         Raises `CoreLostError`, `ExchangeError`, `DivergedError`."""
         async with self.boundary.step() as held_seconds:
@@ -234,27 +236,27 @@ class Trainers:
                 failures = await self._members.regroup_after(f"step {version}", votes, failures)
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """The log-probs that a core replica computes. Raises `CoreLostError`, `WorkerFailedError`."""
+        """Log-probs from a core replica. Raises `CoreLostError`, `WorkerFailedError`."""
         return (await self.ask_core(Score(sequences), Scored)).logprobs
 
     async def save(self, directory: Path, optimiser: bool) -> None:
-        """Have a core replica write its state, in Hugging Face layout. Raises `DiskError`, without leaving part of a
-        file."""
+        """Have a core replica write its state, in Hugging Face layout. On failure, raises `DiskError` and leaves no
+        partial file."""
         try:
             await self.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
-        except WorkerFailedError as error:  # it was alive, and could not do it
+        except WorkerFailedError as error:  # the core is alive, but could not write
             for part in directory.glob("*.part"):
-                part.unlink(missing_ok=True)  # other files may need its space now
+                part.unlink(missing_ok=True)  # frees its disk space for other files
             raise DiskError(directory, OSError(0, str(error))) from None
 
     async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
-        """Let every replica back-propagate its share and sum gradients; None from lost replicas."""
+        """Have every replica back-propagate its share and sum gradients; None for lost replicas."""
         shares = split_evenly(samples, self.size)
         allowed = self._patience.unknown
         if self._token_seconds.below:
             allowed = self._patience.beside(self._token_seconds.value * max(tokens_of(share) for share in shares))
         orders = [
-            # The denominator is a sum over replicas: one of them reports the whole batch.
+            # The denominator is a sum over replicas, so one of them reports the whole batch.
             (replica, Train(version, share, sequences * (rank == 0), tokens * (rank == 0), allowed))
             for rank, (replica, share) in enumerate(zip(self.replicas(), shares, strict=True))
         ]
@@ -263,22 +265,23 @@ class Trainers:
             orders,
             Reduced,
             lambda elapsed: max(allowed, elapsed + grace),
-            # All votes may come late: a share takes at most `allowed`, and the wait for one that hangs as long again.
+            # All votes may be late: a share takes at most `allowed`, and the wait for a replica that hangs as long
+            # again.
             max(ANSWER_DEADLINE, 2 * allowed + grace),
         )
 
     async def _discard(self) -> None:
-        """Let all remaining replicas discard the gradient."""
+        """Have all remaining replicas discard the gradient."""
         orders = [(replica, Discard()) for replica in self.replicas()]
         await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
-        """Let all replicas step. A later loss does not undo the step, since the sum already contains the gradient."""
+        """Have all replicas step. A later loss does not undo the step, since the sum already contains the gradient."""
         buffer = version % BUFFERS
         orders = [
             (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())
         ]
-        copying = mirror_seconds(orders[0][0])  # by the core, while a replica joins
+        copying = mirror_seconds(orders[0][0])  # for the core's copy while a replica joins
         answers = await self._members.ask(orders, Trained, lambda elapsed: self._patience.beside(elapsed) + copying)
         await self._members.tidy()
         done = [answer for answer in answers if answer is not None]
@@ -286,12 +289,12 @@ class Trainers:
         require_sound(f"step {version}", "training.learning_rate", diverged)
         if len({answer.parameter_hash for answer in done}) != 1:
             raise DivergedError(
-                f"after step {version} the replicas {', '.join(self.names())} hold different parameters"
+                f"after step {version} the replicas {', '.join(self.names())} have different parameters"
             )
         if answers[0] is not None:
             checksum, publish_seconds = answers[0].checksum, answers[0].publish_seconds
             self.publisher = orders[0][0]
-        else:  # the replica that was to publish is lost
+        else:  # the replica that should have published is lost
             asked = time.monotonic()
             checksum = await self.publish(version, buffer)
             publish_seconds = time.monotonic() - asked

@@ -1,9 +1,9 @@
-"""The life of a training worker: orders in, answers out. Its replica is this process alone, or also the peers that it
-leads.
+"""The main loop of a training worker: it receives orders and sends answers. Its replica is this process alone, or this
+process and the peers that it leads.
 
-Invariant: every order has one answer; a joiner keeps up with its core whenever no order is waiting. The leader forks
-peers before it starts a thread, and they die with it. The leader ends when one of them does, so a replica has all its
-processes or does not exist. An order to the replica is an order to each process, and their answers are merged.
+Invariant: every order has one answer. A joiner follows its core whenever no order is waiting. The leader forks peers
+before it starts a thread, and they die with it. The leader ends when a peer does, so a replica has all its processes or
+does not exist. An order to the replica is an order to each process, and their answers are merged.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from libra.backends.transport.trainer_messages import (
     WarmUp,
 )
 
-_CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and its end
-_LOOK_SECONDS = 0.05  # between two looks at whether the processes have met
+_CLOSING_SECONDS = 3.0  # between the first closed connection of an ending process and its end
+_LOOK_SECONDS = 0.05  # between two checks of whether the peers live and have met
 
 
 def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, began: float) -> None:
-    """Serve orders until `Stop`, or until the controller is gone."""
+    """Serve orders until `Stop`, or until the controller is lost."""
 
     def serve(channel: Channel, inside: Inside) -> None:
         threads = len(start.cores) // start.processes
@@ -108,11 +108,11 @@ def _answer(trainer: TrainerProcess, order: ToWorker) -> FromWorker:
 
 
 class BrokenReplicaError(Exception):
-    """A process of the replica is gone, or failed."""
+    """A process of the replica is lost, or failed."""
 
 
 class Peer(PeerChannel):
-    """The leader's view of process `number` of the replica, which it has forked."""
+    """The leader's view of process `number` of the replica, a fork of the leader."""
 
     def __init__(self, connection: socket.socket, pid: int, number: int) -> None:
         super().__init__(connection)
@@ -120,7 +120,7 @@ class Peer(PeerChannel):
         self._number = number
 
     def answer(self) -> FromWorker:
-        """Raises `BrokenReplicaError` when the process is lost or fails."""
+        """The process's next answer. Raises `BrokenReplicaError` if the process is lost or fails."""
         try:
             answer = self.receive()
         except ConnectionError:
@@ -147,8 +147,8 @@ class Peer(PeerChannel):
 
 
 class ReplicaChannel:
-    """The leader's channel: `receive` sends the peers their parts of an order and returns the leader's own; `send`
-    joins its answer with theirs. Every verb but `poll` raises `BrokenReplicaError` when a peer is lost."""
+    """The leader's channel. `receive` sends the peers their parts of an order and returns the leader's own part; `send`
+    merges its answer with theirs. Every method except `poll` raises `BrokenReplicaError` if a peer is lost."""
 
     def __init__(self, controller: WorkerChannel, peers: Sequence[Peer]) -> None:
         self._controller, self._peers = controller, peers
@@ -173,11 +173,11 @@ class ReplicaChannel:
         self._controller.send(join([answer, *(peer.answer() for peer in self._peers)]))
 
     def look_for_broken(self, seconds: float) -> None:
-        """Raises `BrokenReplicaError` if a peer has ended, or ends within `seconds`."""
+        """Raise `BrokenReplicaError` if a peer has ended, or ends within `seconds`."""
         ended = select.select([peer.process for peer in self._peers], [], [], seconds)[0]
         for peer in self._peers:
             while peer.process in ended:
-                peer.answer()  # the last thing that is to be read says why
+                peer.answer()  # the last message gives the reason
 
 
 Channel = WorkerChannel | ReplicaChannel
@@ -189,9 +189,9 @@ def serve_together(
     serve: Callable[[Channel, Inside], None],
     device: DeviceKind = "cpu",
 ) -> None:
-    """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them is lost or
-    fails, from the fork on."""
-    leader, memory = os.getpid(), os.memfd_create("replica")  # which processes of other users cannot open
+    """Have this process and its forks `serve` as one replica. Raises `BrokenReplicaError` if one of them is lost or
+    fails after the fork."""
+    leader, memory = os.getpid(), os.memfd_create("replica")  # processes of other users cannot open it
     meeting = f"/proc/{leader}/fd/{memory}"
     peers: list[Peer] = []
     for rank in range(1, processes):
@@ -199,7 +199,7 @@ def serve_together(
         pid = os.fork()
         if pid == 0:
             die_with(leader)
-            controller.close()  # so that each end is closed when its one owner is gone
+            controller.close()  # each end has one owner, so that it closes when its owner ends
             ours.close()
             for peer in peers:
                 peer.close()
@@ -210,13 +210,13 @@ def serve_together(
     channel = ReplicaChannel(controller, peers)
     try:
         serve(channel, _meet_peers(channel, processes, FileStore(meeting), device))
-    except RuntimeError:  # torch raises this for a collective that a peer left, without saying so
+    except RuntimeError:  # torch raises it for a collective that a peer left, without the reason
         channel.look_for_broken(_CLOSING_SECONDS)
         raise
 
 
 def _meet_peers(channel: ReplicaChannel, processes: int, store: FileStore, device: DeviceKind) -> Inside:
-    """Run `meet` on a thread, since it would wait for a missing peer, while this one checks that the peers live."""
+    """Run `meet` on a thread, since it would wait for a missing peer; meanwhile check that the peers live."""
     formed = on_thread("meet", lambda: meet(0, processes, store, device))
     while not formed.done():
         channel.look_for_broken(_LOOK_SECONDS)

@@ -1,1 +1,1 @@
-"""Worker processes: how they start, how fast they run, and how the controller speaks with them."""
+"""Worker processes: how they start, how their speed is limited, and how the controller communicates with them."""

@@ -1,9 +1,9 @@
 """Worker processes on the nodes of a cluster.
 
-Invariant: a node is present or lost, for all of its workers at once, and a lost node has no worker. Another node
-replaces a lost node if one is available; until then, the slots of the lost node are unavailable. Engines load weights
-only after the checksum shows that they are complete on the engine's node. A node receives each version once for all of
-its engines, and the source is read once for all nodes.
+Invariant: a node is present or lost for all of its workers at once, and a lost node has no worker. Another node
+replaces it if one is available; until then, its slots are unavailable. Engines load weights only after the checksum
+shows that the weights are complete on the engine's node. A node receives each version once for all of its engines, and
+the source is read once for all nodes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from libra.exec.background import background
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
-# A node that hangs is not lost, but does not answer. The node's own deadlines for both are shorter.
+# A node that hangs is not lost, but does not answer. The node's own time limits for both are shorter.
 _FORK_SECONDS = 60.0
 _GONE_SECONDS = 60.0
-_COPY_SECONDS = 120.0  # of weights, for each end
+_COPY_SECONDS = 120.0  # for the reading and for the writing end of a copy of weights
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
-    """A slot: number `number` on node `node`."""
+    """Slot `number` of node `node`."""
 
     node: int
     number: int
@@ -48,33 +48,33 @@ class _TornError(CopyError):
 
 
 class _Place:
-    """A place for one node, and its present node."""
+    """A place for one node, and the node that is there now."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.node: RemoteNode | None = None
         self.facts: NodeFacts
-        self.generation = 0  # nodes that have been here
+        self.generation = 0  # number of nodes that were in this place
         self.links: set[WorkerLink] = set()
         self.why = "it has not started"  # reason why there is no node
-        self.patience = asyncio.timeout(None)  # with the node
+        self.patience = asyncio.timeout(None)  # expires when the node is given up
         self.losses: tuple[float, ...] = ()  # times at which a node was lost, or did not start
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def name(self) -> str:
-        """The name of the present node; the next one in this place has another."""
+        """The name of the current node. The next node in this place has another name."""
         return f"node-{self.number}.{self.generation}"
 
     def give_up(self) -> None:
-        """Stop using a node that hangs: it is not lost, but does not work."""
+        """Stop using a node that hangs: it is not lost, but does not answer."""
         if self.node is not None and not self.patience.expired():
             self.patience.reschedule(asyncio.get_running_loop().time())
 
 
 class ClusterLauncher:
-    """See `WorkerLauncher` for its verbs. `slots` has the place of each slot; `marks` are files that every node must
-    see. A place that loses `most_losses` nodes within an hour, failed starts included, is given up."""
+    """A `WorkerLauncher` on the nodes of a cluster. `slots` has the place of each slot; `marks` are files that every
+    node must see. A place that loses `most_losses` nodes within an hour, including failed starts, is given up."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class ClusterLauncher:
         self._most_losses = most_losses
         self._places = [_Place(number) for number in range(1 + max(slot.node for slot in slots))]
         self._keepers: list[asyncio.Task[None]] = []
-        self._weights: LoadWeights | None = None  # the latest ones, whose copies have begun
-        self._copies: dict[tuple[LoadWeights, str], asyncio.Task[Any]] = {}  # reads and writes, by the node
-        self._held: dict[str, LoadWeights] = {}  # the newest that came to each node
+        self._weights: LoadWeights | None = None  # the latest weights whose copies have begun
+        self._copies: dict[tuple[LoadWeights, str], asyncio.Task[Any]] = {}  # reads and writes, by weights and node
+        self._held: dict[str, LoadWeights] = {}  # the newest weights that arrived at each node
         self._choice = CopyChoice()
-        self._way: Way = "everything"  # of the weights that are being copied
+        self._way: Way = "everything"  # of copying the current weights
         self.slots_changed: Callable[[], None] = lambda: None
 
     @classmethod
@@ -100,7 +100,7 @@ class ClusterLauncher:
     async def open(
         cls, nodes: Nodes, slots: Sequence[NodeSlot], marks: Mapping[str, str], most_losses: int
     ) -> AsyncIterator[ClusterLauncher]:
-        """A launcher that is starting, which is closed at the end of the context."""
+        """Context with a launcher that is starting; closes it at the end."""
         async with Reception.open(nodes.host) as reception:
             launcher = cls(nodes, slots, reception, marks, most_losses)
             launcher._keepers = [background(launcher._keep(place)) for place in launcher._places]
@@ -163,7 +163,7 @@ class ClusterLauncher:
     async def gone(self, link: WorkerLink) -> None:
         place = self._place_of(link)
         if place is None or place.node is None:
-            return  # with its node
+            return  # the process ended with its node
         try:
             async with asyncio.timeout(_GONE_SECONDS):
                 await place.node.gone(link.pid)
@@ -185,14 +185,15 @@ class ClusterLauncher:
         await self._once(weights, write, lambda: self._copy(weights, size, source.node, target.node))
 
     async def _copy(self, weights: LoadWeights, size: int, source: str, target: str) -> None:
-        """Copy the changes since the node's own version, if that is the chosen way and works, or everything."""
-        base = self._held.pop(target, None)  # it is overwritten, or is no longer the newest
+        """Copy only the changes since the version on the target, if the current choice is `delta` and this succeeds;
+        otherwise copy all weights."""
+        base = self._held.pop(target, None)  # the copy overwrites it, or makes it older than the newest
         if base is not None and base.buffer != weights.buffer and self._way == "delta":
             try:
                 await self._carry(weights, size, source, target, base)
                 return
             except (SourceLostError, _TornError):
-                self._choice.took("delta", math.inf)  # no deltas until they are tried again
+                self._choice.took("delta", math.inf)  # avoids deltas until the next trial
         await self._carry(weights, size, source, target, None)
 
     async def _carry(self, weights: LoadWeights, size: int, source: str, target: str, base: LoadWeights | None) -> None:
@@ -209,7 +210,7 @@ class ClusterLauncher:
         except TimeoutError:
             if place.name == target:
                 place.give_up()
-            raise CopyError(f"{what}: not there in {_COPY_SECONDS:.0f} s") from None
+            raise CopyError(f"{what}: not written in {_COPY_SECONDS:.0f} s") from None
         except WeightUpdateError as error:
             raise _TornError(f"{what}: {error}") from None
         except OSError as error:
@@ -226,14 +227,14 @@ class ClusterLauncher:
             raise SourceLostError(f"weights v{weights.version} are not on {source}: {error}") from None
 
     async def _once(self, weights: LoadWeights, what: str, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of the named task, which is started if it does not exist or has failed."""
+        """The result of the task named `what`, which is started if it does not exist or has failed."""
         task = self._copies.get((weights, what))
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._copies[weights, what] = asyncio.create_task(begin())
         return await asyncio.shield(task)
 
     def _named(self, name: str) -> tuple[_Place, RemoteNode]:
-        """A present node, even if its workers have ended: its weights stay. Raises `NodeLostError`."""
+        """A present node, even if its workers have ended, since its weights stay. Raises `NodeLostError`."""
         for place in self._places:
             if place.name == name and place.node is not None:
                 return place, place.node
@@ -256,7 +257,7 @@ class ClusterLauncher:
         return WorkerLink(name, pid, channel, cores, core, place.name, place.facts.host, device)
 
     async def _keep(self, place: _Place) -> None:
-        """Keep a node in this place, and replace it when it is lost, until the place has lost too many."""
+        """Keep a node in this place, and replace it when it is lost, until the place has had too many losses."""
         while len(place.losses) < self._most_losses:
             node: RemoteNode | None = None
             place.patience = asyncio.timeout(None)
@@ -288,7 +289,7 @@ class ClusterLauncher:
 
     def _lose(self, place: _Place, why: str) -> None:
         place.node, place.why = None, f"node {place.facts.host} is lost ({why})"
-        self.slots_changed()  # before the workers are reported lost: they cannot be started again here
+        self.slots_changed()  # before the workers are reported lost, since they cannot be started here again
         links, place.links = place.links, set()
         for link in links:
             link.channel.sever(place.why)

@@ -1,10 +1,8 @@
-"""The fork server of one node: a process that has imported the heavy libraries once and forks workers from there.
+"""The fork server of a node: a process that has imported the heavy libraries once, and forks workers.
 
-Invariant: every process started here is gone when `close` returns, and also when this process is killed: no worker
-outlives the fork server, and the fork server does not outlive the controller. Each worker dies with the fork
-server, which dies with the controller and also ends when the controller's socket closes. The fork server never starts a
-thread, so a fork is a clean copy. Importing
-vLLM takes seconds, a fork milliseconds.
+Invariant: every process started here has ended when `close` returns, and also when this process is killed. Each worker
+dies with the fork server. The fork server dies with the controller, and also ends when the controller's socket closes.
+It never starts a thread, so a fork is a clean copy. Importing vLLM takes seconds, a fork milliseconds.
 """
 
 from __future__ import annotations
@@ -40,12 +38,12 @@ from libra.config.extras import install_command
 from libra.config.rooms import offered
 
 _EVERYWHERE = {
-    # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's share. On
-    # GPUs, libraries would start threads at their import, and a process with threads cannot be forked.
+    # One thread per worker, since a slot is a share of one core, and spinning threads would take the neighbour's share.
+    # On GPUs, libraries would start threads at import, and a process with threads cannot be forked.
     "OMP_NUM_THREADS": "1",
-    # The allocator of pyarrow, which pandas imports if it is installed, would also start a thread.
+    # The allocator of pyarrow would also start a thread; pandas imports pyarrow if it is installed.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
-    # The engine shares our process and our loop.
+    # The engine shares the worker's process and its event loop.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -55,23 +53,23 @@ _EVERYWHERE = {
 }
 WORKER_ENVIRONMENT = _EVERYWHERE | {
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Compilation would stall the first request for many seconds and gain nothing on models this small.
+    # Compilation would stall the first request for many seconds, without gain for models this small.
     "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are set by the slot
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the slot sets the cores
 }
 GPU_WORKER_ENVIRONMENT = _EVERYWHERE | {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # in which `devices` counts
-    # A library of vLLM's for quantized models would compile kernels as it is imported, in processes and threads.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in `devices`
+    # One of vLLM's libraries for quantized models would compile kernels at import, in processes and threads.
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 _COMMAND = ("-m", "libra.backends.launch.fork_server")
 
-_SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a fork server that takes longer hangs
-_EXIT_SECONDS = 5.0  # time for a worker to end by itself after the order to stop
-_CLOSE_SECONDS = 5.0  # time for all workers to end after their fork server was killed, as with a core dump
-_KILL_SECONDS = 30.0  # time for a killed process to end
+_SPAWN_SECONDS = 30.0  # after which a fork server hangs; a fork takes milliseconds
+_EXIT_SECONDS = 5.0  # in which a worker ends by itself after the order to stop
+_CLOSE_SECONDS = 5.0  # in which all workers end after their fork server was killed, as with a core dump
+_KILL_SECONDS = 30.0  # in which a killed process ends
 _GROUP_SECONDS = 0.01  # between two checks whether the forks of a worker have ended
-_THREAD_SECONDS = 5.0  # time for threads to end that a library starts at its import
+_THREAD_SECONDS = 5.0  # in which threads end that a library started at import
 
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -86,8 +84,8 @@ class ForkError(RuntimeError):
 
 
 class ForkServer:
-    """A fork server. `weights` is the descriptor of the memory in which workers find weights; `kind` is the kind of
-    their devices."""
+    """The controller's handle on a fork server. `weights` is the descriptor of the memory in which workers find
+    weights; `kind` is the kind of their devices."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class ForkServer:
         command: tuple[str, ...] = _COMMAND,
         kind: DeviceKind = "cpu",
     ) -> None:
-        """Start the server. It writes to `<logs>/<name>.log`, and each worker to a log of its own."""
+        """Start the server. It logs to `<logs>/<name>.log`, and each worker to its own file."""
         self._logs, self.log, self.kind = logs, logs / f"{name}.log", kind
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
@@ -112,10 +110,10 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the controller, which then ends its workers in order
             )
         theirs.close()
-        self.bf16: Bf16Speed  # of the device here; known when it is ready
+        self.bf16: Bf16Speed  # of the device here; set by `ready`
         self._lock = asyncio.Lock()
         self._closed = False
-        self._running: dict[int, int] = {}  # process id -> descriptor: an id may be given to another process later
+        self._running: dict[int, int] = {}  # process id -> pidfd, since the system may reuse an id
 
     @property
     def pid(self) -> int:
@@ -134,9 +132,9 @@ class ForkServer:
         return float(reply["ready"])
 
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
-        """Fork a worker at the other end of `connection`, which is closed here; returns its process id. Raises
-        `ForkError`, and `LaunchError` when no worker can be forked any more."""
-        # The answer must be read even if the caller stops waiting: otherwise the next caller would get it.
+        """Fork a worker at the other end of `connection`, and close `connection` here; returns the process id. Raises
+        `ForkError`, and `LaunchError` if no worker can be forked any more."""
+        # The answer must be read even if the caller stops waiting, since the next caller would get it otherwise.
         return await asyncio.shield(asyncio.create_task(self._fork(name, connection, environment)))
 
     async def _fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
@@ -146,35 +144,35 @@ class ForkServer:
             try:
                 with connection:
                     socket.send_fds(self._control, [order], [connection.fileno()])
-            except OSError:  # it ended just now, and was not noticed yet
+            except OSError:  # the fork server has just ended
                 raise LaunchError(f"worker {name} cannot start: the fork server process ended") from None
             try:
                 reply = await asyncio.wait_for(self._reply(), _SPAWN_SECONDS)
             except TimeoutError:
-                self._process.kill()  # a late answer would go to the next caller
+                self._process.kill()  # otherwise a late answer would go to the next caller
                 raise LaunchError(f"worker {name} cannot start: the fork server process does not answer") from None
             if reply is None:
                 raise LaunchError(f"worker {name} cannot start: the fork server process ended")
             if "error" in reply:
                 raise ForkError(f"worker {name} cannot start: {reply['error']}")
             pid = int(reply["pid"])
-            with contextlib.suppress(ProcessLookupError):  # it ended already
+            with contextlib.suppress(ProcessLookupError):  # the worker has ended already
                 self._running[pid] = os.pidfd_open(pid)
             return pid
 
     def kill(self, pid: int) -> None:
-        """End a worker at once; no error where it has ended."""
+        """Kill a worker at once; no error if it has ended."""
         if pid in self._running:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._running[pid], signal.SIGKILL)
 
     async def gone(self, pid: int) -> None:
-        """Wait until the worker and its forks have ended; they are killed if they do not end by themselves. Raises
-        `TimeoutError` when even that does not end them."""
+        """Wait until the worker and its forks have ended; kill them if they do not end by themselves. Raises
+        `TimeoutError` if even that does not end them."""
         process = self._running.get(pid)
         if process is None:
             return
-        watched = os.dup(process)  # one descriptor has one reader, and another caller may wait as well
+        watched = os.dup(process)  # a descriptor has one reader, and another caller may wait, too
         try:
             if not await _ended(watched, _EXIT_SECONDS):
                 self.kill(pid)
@@ -187,7 +185,7 @@ class ForkServer:
             os.close(self._running.pop(pid))
 
     async def ended(self) -> None:
-        """Wait until the fork server process itself has ended."""
+        """Wait until the fork server process has ended."""
         process = os.pidfd_open(self.pid)
         try:
             await _ended(process, None)
@@ -195,7 +193,7 @@ class ForkServer:
             os.close(process)
 
     async def _reply(self) -> dict[str, Any] | None:
-        """The fork server's next line; None when it has ended."""
+        """The fork server's next line; None if it has ended."""
         try:
             line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
         except ConnectionError:
@@ -208,19 +206,19 @@ class ForkServer:
             return
         self._closed = True
         if self._process.poll() is None:
-            self._process.kill()  # its workers die with it
+            self._process.kill()  # its workers end with it
             self._process.wait()
         self._control.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._running:
             worker = self._running.popitem()[1]
-            select.select([worker], [], [], max(0.0, deadline - time.monotonic()))  # readable when it has ended
+            select.select([worker], [], [], max(0.0, deadline - time.monotonic()))  # readable once it has ended
             os.close(worker)
         os.close(self.weights)
 
 
 async def _ended(process: int, seconds: float | None) -> bool:
-    """Whether the process of this descriptor ends within `seconds`: the descriptor is readable when it has."""
+    """Whether the process of this pidfd ends within `seconds`. The pidfd is readable once the process has ended."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(process, ended.set)
@@ -234,9 +232,9 @@ async def _ended(process: int, seconds: float | None) -> bool:
 
 
 async def _group_ended(pid: int) -> None:
-    """Kill what is left of the group of a worker that has ended, and wait for its end. Raises `TimeoutError`."""
+    """Kill the remaining processes in the group of an ended worker, and wait for their end. Raises `TimeoutError`."""
     deadline = time.monotonic() + _KILL_SECONDS
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left
         while True:
             os.killpg(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
@@ -254,8 +252,8 @@ def main(control_descriptor: int, weights_descriptor: int, kind: DeviceKind = "c
     _import_everything(kind)
     bf16 = _probe(kind)
     gc.collect()
-    gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
-    # The kernel reaps, also processes that a worker forked and left behind; the controller sees a death on its socket.
+    gc.freeze()  # keeps pages shared: the collector does not touch objects from before the fork
+    # The kernel reaps all children, also those that workers leave; the controller notices a death on its socket.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     ready = {"ready": time.monotonic() - began, "bf16": asdict(bf16)}
@@ -269,7 +267,7 @@ def main(control_descriptor: int, weights_descriptor: int, kind: DeviceKind = "c
         try:
             _require_clean()
             pid = os.fork()
-        except (OSError, ForkError) as error:  # memory or processes are short, which may pass: no more has failed
+        except (OSError, ForkError) as error:  # memory or processes may be short for a while; only this fork failed
             os.close(descriptors[0])
             control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
             continue
@@ -282,9 +280,9 @@ def main(control_descriptor: int, weights_descriptor: int, kind: DeviceKind = "c
 
 
 def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> NoReturn:
-    """Run one worker in the forked child, and leave without the fork server's clean-up handlers."""
-    os.setpgid(0, 0)  # with what it forks itself, such as an engine's process for each further GPU
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
+    """Run one worker in the forked child, and exit without the fork server's clean-up handlers."""
+    os.setpgid(0, 0)  # a group with the worker's own forks, such as an engine's process for each further GPU
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # the name in ps and top
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order["environment"])
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -313,8 +311,7 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
 
 def _require_clean() -> None:
-    """Raises `ForkError` if a fork would inherit state that it cannot use: a CUDA context, or locks of other
-    threads."""
+    """Raise `ForkError` if a fork would inherit state that it cannot use: a CUDA context, or locks of other threads."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise ForkError("a library has opened a CUDA context in the fork server; see its log")
@@ -328,8 +325,8 @@ def _require_clean() -> None:
 
 
 def _import_everything(kind: DeviceKind) -> None:
-    """Import what engines and trainers need, so that a fork has it already. vLLM's worker for CPUs replaces streams,
-    events and pinned memory of CUDA in all of torch: no process may have both workers."""
+    """Import the libraries of engines and trainers, so that a fork already has them. vLLM's worker for CPUs replaces
+    streams, events and pinned memory of CUDA in all of torch, so no process may have both workers."""
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen3
     import vllm.v1.executor.uniproc_executor
@@ -343,14 +340,15 @@ def _import_everything(kind: DeviceKind) -> None:
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
 
-    # vLLM inspects a model that it knows only by name in a process of its own, once for every engine until one has kept
-    # the result: that takes as long as importing vLLM, and the process outlives a worker that is killed meanwhile.
+    # vLLM inspects a model that is registered only by name in a separate process. It does so for every engine until
+    # one engine has stored the result. That takes as long as importing vLLM, and the process outlives a worker that is
+    # killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
     ModelRegistry.register_model("LlamaForCausalLM", vllm.model_executor.models.llama.LlamaForCausalLM)
 
 
 def _probe(kind: DeviceKind) -> Bf16Speed:
-    """Speed of bf16, measured on a CPU in a child: it may start threads, which later forks could not inherit."""
+    """Speed of bf16. A CPU is measured in a child, since later forks could not inherit the threads of a measurement."""
     if kind == "cuda":
         return gpus_bf16(inventory())
     fork_server = os.getpid()
@@ -360,7 +358,7 @@ def _probe(kind: DeviceKind) -> Bf16Speed:
         die_with(fork_server)
         try:
             os.write(writing, json.dumps(asdict(probe("cpu"))).encode())
-        except Exception:  # noqa: BLE001 - it must not continue as the fork server, which ends too; the log says why
+        except Exception:  # noqa: BLE001 - the child must not continue as fork server; the log has the error
             traceback.print_exc()
         finally:
             os._exit(0)

@@ -1,7 +1,7 @@
-"""The controller's view of a worker: awaitable orders over a channel.
+"""The controller's view of a worker: orders over a channel, whose answers can be awaited.
 
-Invariant: when a worker is lost, all its waiting callers fail at once with `WorkerLostError`; no caller waits for
-ever or gets a success. A worker that sends an unexpected message counts as lost, and its later messages are dropped.
+Invariant: when a worker is lost, all its waiting callers get `WorkerLostError` at once; no caller waits for ever or
+gets a success. A worker that sends an unexpected message counts as lost, and its later messages are dropped.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from libra.backends.transport.trainer_messages import StartTrainer
 from libra.exec.background import background
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
-START_DEADLINE = 120.0  # seconds from the order to readiness
-GPU_START_DEADLINE = 600.0  # the same: kernels are compiled and graphs captured, the first time for minutes
+START_DEADLINE = 120.0  # seconds until a worker is ready
+GPU_START_DEADLINE = 600.0  # the same on a GPU: the first start compiles kernels and captures graphs for minutes
 ANSWER_DEADLINE = 300.0  # seconds for any other order
 
-# Number of checks after which a worker without an answer counts as lost. Checks are counted, not seconds: a controller
-# that was itself stopped, or waited for a disk, checks less often, and finds the answer that came meanwhile.
+# Number of checks without an answer after which a worker counts as lost. Checks are counted, not seconds: a controller
+# that was itself stopped, or waited for a disk, checks less often, and then finds an answer that arrived meanwhile.
 SILENT_LOOKS = 20
 
 Reply = TypeVar("Reply", bound=Message)
 
 
 class Handle:
-    """Orders with one answer each, answered in turn; `on_lost` is called once when the worker is lost."""
+    """A worker that answers each order once, in order. `on_lost` is called once, when the worker is lost."""
 
     def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
         self.name, self.link = link.name, link
         self.node, self.host = link.node, link.host
         self._channel = link.channel
         self._on_lost = on_lost
-        # Orders that have no answer yet, oldest first. An order with a cancelled caller stays: its answer still comes.
+        # Orders without an answer yet, oldest first. An order with a cancelled caller stays, since its answer still
+        # comes.
         self._asked: deque[asyncio.Future[FromWorker | None]] = deque()
         self._order = asyncio.Lock()
         self.lost = False
-        self.weight_bytes = 0  # of the weights that it publishes, if it is a trainer that has started
-        self._stopping = False  # the worker was ordered to stop, so its end is no loss
+        self.weight_bytes = 0  # bytes of the weights that a started trainer publishes
+        self._stopping = False  # whether the worker was ordered to stop, so that its end is no loss
         self._reader = background(self._read(), f"read {link.name}")
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
@@ -80,7 +81,7 @@ class Handle:
         return ready
 
     async def stop(self) -> None:
-        """End the worker; a worker that is already gone is stopped."""
+        """End the worker; no effect if it has ended already."""
         self._stopping = True
         try:
             await self.ask(Stop(), Acknowledged, 10.0)
@@ -100,7 +101,7 @@ class Handle:
             asked = self._asked.popleft()
             if not asked.done():
                 asked.set_result(message)
-        elif isinstance(message, Failure):  # its last words
+        elif isinstance(message, Failure):  # its last message before it ends
             self.declare_lost(f"it failed: {message.error}")
         else:
             self.declare_lost(f"it sent {type(message).__name__}, which was not requested")
@@ -113,21 +114,21 @@ class Handle:
     async def _read(self) -> None:
         latest: FromWorker | None = None
         try:
-            while not self.lost:  # later messages of a lost worker are no answers
+            while not self.lost:  # later messages of a lost worker are not answers
                 latest = await self._channel.receive()
                 self._receive(latest)
         except ConnectionError as error:
-            # A worker that fails at an order reports the failure and ends; the end may be seen before the report.
+            # A worker that fails at an order reports the failure and ends. Its end may be seen before the report.
             self.declare_lost(f"it failed: {latest.error}" if isinstance(latest, Failure) else str(error))
         except msgspec.MsgspecError as error:
             self.declare_lost(f"it sent an unknown message: {error}")
 
     def declare_lost(self, why: str) -> None:
-        """Treat the worker as lost. This is reported once, and not if the worker was ordered to stop."""
+        """Treat the worker as lost. Reports this once, and not for a worker that was ordered to stop."""
         if self.lost:
             return
         self.lost = True
         self._fail_waiters()
-        self._channel.close()  # this ends the process if it still runs
+        self._channel.close()  # ends the process if it still runs
         if not self._stopping:
             self._on_lost(self.name, why)

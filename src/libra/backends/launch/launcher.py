@@ -1,7 +1,7 @@
 """Launchers of worker processes: their interface, and the launcher for this machine.
 
 Invariant: a link identifies a worker, since a process id is valid on one machine only. Every process that a launcher
-started is gone when it is closed.
+started has ended when the launcher is closed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class WorkerLink:
     cores: tuple[int, ...]  # all cores of its node that it may use
     core: int  # of its slot
     node: str = LOCAL  # equal for workers that share memory
-    host: str = "127.0.0.1"  # where workers of other nodes reach it
+    host: str = "127.0.0.1"  # address at which workers of other nodes reach it
     device: SlotDevice = CPU  # of its slot
 
     @property
     def own_cores(self) -> tuple[int, ...]:
-        """Cores that it computes on: its slot's, or all if it has a GPU."""
+        """Cores on which it computes: that of its slot, or all if it has a GPU."""
         return (self.core,) if self.device == CPU else self.cores
 
 
 class CopyError(RuntimeError):
-    """Weights did not reach a node whole and in time."""
+    """Weights did not arrive at a node whole and in time."""
 
 
 class SourceLostError(CopyError):
@@ -56,23 +56,23 @@ class SourceLostError(CopyError):
 
 
 class WeightStore(Protocol):
-    """Keeps published weights where engines read them."""
+    """Keeps published weights in memory that engines read."""
 
     async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
-        """Copy weights of `size` bytes from the node of `source`; the node of `target` holds them when this returns.
+        """Copy weights of `size` bytes from the node of `source` to the node of `target`, if they are not there yet.
         Raises `SourceLostError`, and `CopyError` if they did not arrive whole."""
         ...
 
 
 class WorkerLauncher(WeightStore, Protocol):
     """Starts and ends worker processes, and keeps published weights in the shared memory of their nodes. Slots are
-    numbered from 0; each is a place for one process at a time."""
+    numbered from 0; each has room for one process at a time."""
 
     slots_changed: Callable[[], None]  # called when the answers of `offers` may have changed
 
     @property
     def hardware(self) -> str:
-        """Hardware that workers run on; equal where measured costs are equal."""
+        """Description of the hardware that workers run on; equal descriptions mean equal costs."""
         ...
 
     def processes(self) -> Sequence[int]:
@@ -80,26 +80,26 @@ class WorkerLauncher(WeightStore, Protocol):
         ...
 
     def offers(self, slot: int) -> bool:
-        """Whether the slot is available: its node is not lost."""
+        """Whether the slot is available, which means that its node is not lost."""
         ...
 
     async def ready(self) -> float:
-        """Wait until workers can be started; returns the seconds that their libraries took to import. Raises
+        """Wait until workers can be started; returns the seconds for which their libraries were imported. Raises
         `LaunchError`."""
         ...
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
-        """Start one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` when no
-        worker can be started any more."""
+        """Start one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` if no worker
+        can be started any more."""
         ...
 
     def kill(self, link: WorkerLink) -> None:
-        """End a worker of this launcher at once; no error if it has ended."""
+        """Kill a worker of this launcher at once; no error if it has ended."""
         ...
 
     async def gone(self, link: WorkerLink) -> None:
-        """Wait until the worker's process has ended; it is killed if it does not end by itself. Raises `TimeoutError`
-        when even that does not end it."""
+        """Wait until the worker's process has ended; kill it if it does not end by itself. Raises `TimeoutError` if
+        even that does not end it."""
         ...
 
     def exists(self, link: WorkerLink) -> bool:
@@ -108,12 +108,12 @@ class WorkerLauncher(WeightStore, Protocol):
 
     @property
     def bf16(self) -> Sequence[Bf16Speed]:
-        """Speed of bf16 products on each node, one at least; known when workers can be started."""
+        """Speed of bf16 products on each node, at least one; known once workers can be started."""
         ...
 
 
 class LenderRefusedError(WorkerFailedError):
-    """An agent's engine does not fit this run, and never will. One line."""
+    """An agent's engine does not fit this run, and never will. The message has one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,29 +129,29 @@ class AgentLauncher(WorkerLauncher, Protocol):
     """A launcher that also has slots on servers, lent by agents."""
 
     async def look(self) -> None:
-        """Query all agents, and from now on repeat the query of unavailable ones. Raises `LenderRefusedError`."""
+        """Query all agents, and from now on query unavailable ones again and again. Raises `LenderRefusedError`."""
         ...
 
     async def join(self, engine: Handle) -> Lent:
-        """Borrow the engine of an agent, by the link that was spawned for it. Raises `LenderRefusedError`,
+        """Borrow an agent's engine for the worker `engine`, spawned for it. Raises `LenderRefusedError`,
         `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         ...
 
     def begin(self, published: RunWeights) -> None:
-        """Set the run's first weights."""
+        """Announce the run's first weights and their layout."""
         ...
 
     def publish(self, order: LoadWeights) -> None:
-        """Set the run's later weights, which agents follow."""
+        """Announce newer weights, which the agents then load."""
         ...
 
 
 class LocalLauncher:
-    """See `WorkerLauncher` for its verbs. All slots are on this machine, and their workers share memory."""
+    """A `WorkerLauncher` on this machine. Workers of all slots share memory."""
 
     def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()) -> None:
-        """`devices` are the devices of the slots. If empty, all slots are CPU slots, at `places`; by default, a slot's
-        place is its number."""
+        """`devices` are the devices of the slots. If empty, all slots are CPU slots; `places` are their numbers among
+        the cores, by default the numbers of the slots."""
         self._fork_server, self._devices, self._places = fork_server, devices, places
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name(bool(devices))
@@ -162,7 +162,7 @@ class LocalLauncher:
     async def open(
         cls, logs: Path, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()
     ) -> AsyncIterator[LocalLauncher]:
-        """A launcher that is starting, which is closed at the end of the context."""
+        """Context with a launcher that is starting; closes it at the end."""
         logs.mkdir(parents=True, exist_ok=True)
         launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices, places)
         try:
@@ -176,7 +176,7 @@ class LocalLauncher:
 
     @property
     def weights(self) -> int:
-        """The descriptor of the memory in which its workers find weights."""
+        """Descriptor of the memory in which its workers find weights."""
         return self._fork_server.weights
 
     def processes(self) -> tuple[int, ...]:

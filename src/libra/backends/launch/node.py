@@ -1,7 +1,7 @@
-"""One node of a cluster: the memory that its workers share, the fork server that forks them, and how they report to the
+"""One node of a cluster: the shared memory of its workers, the fork server that forks them, and their connection to the
 controller.
 
-Invariant: all processes started here have ended when this process has ended. Verbs are called from the controller's
+Invariant: all processes started here have ended when this process has ended. Methods are called from the controller's
 machine, so they take and return plain values. At the controller a connection becomes a worker's channel only if it
 begins with an expected token, and each token is valid once. Any other connection is closed without an answer.
 """
@@ -28,32 +28,32 @@ from libra.backends.weights.copying import add_difference, difference
 
 _CONNECT_SECONDS = 20.0
 _TOKEN_BYTES = 32
-_TOKEN_SECONDS = 10.0  # from a connection to its token
+_TOKEN_SECONDS = 10.0  # in which a connection must send its token
 # Seconds of silence before the first probe, seconds between two probes, and number of probes without an answer.
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    host: str  # where the other nodes reach it
+    host: str  # address at which the other nodes reach it
     cores: tuple[int, ...]
     hardware: str
     fork_server: int  # process id
-    import_seconds: float  # of the workers' libraries
+    import_seconds: float  # to import the workers' libraries
     bf16: Bf16Speed
-    gpus: tuple[str, ...] = ()  # one for each slot; none where slots are CPU slots
+    gpus: tuple[str, ...] = ()  # one per slot; none if slots are CPU slots
 
 
 class ClusterNode:
-    """`devices` are the accelerators that this process may use, one for each slot; none where slots are CPU slots."""
+    """A node. `devices` are the GPUs that this process may use, one per slot; none if slots are CPU slots."""
 
     def __init__(self, host: str, logs: Path, name: str, devices: tuple[str, ...] = ()) -> None:
         self._host, self._logs, self._name, self._devices = host, logs, name, devices
         self._fork_server: ForkServer | None = None
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        """Get ready to fork. `marks` are files that must exist here, with their contents: the controller wrote them on
-        its machine. Raises `LaunchError`."""
+        """Start the fork server. `marks` are files with their contents, which the controller wrote on its machine and
+        which must exist here. Raises `LaunchError`."""
         for path, text in marks.items():
             if not Path(path).is_file() or Path(path).read_text() != text:
                 raise LaunchError(
@@ -81,18 +81,19 @@ class ClusterNode:
         await self._started.gone(pid)
 
     async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Vector:
-        """The weights stored here, or their changes since `base`. Raises `WeightUpdateError` if either is not here."""
+        """The weights stored here, or their changes since `base`. Raises `WeightUpdateError` if either is missing
+        here."""
         weights = WeightBuffer(self._started.weights, size)
         return await asyncio.to_thread(_read, weights, order, base)
 
     async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Vector) -> None:
         """Store weights here; `content` is the result of `read`. Raises `WeightUpdateError` if they did not arrive
-        whole, or `base` is not here."""
+        whole, or `base` is missing here."""
         weights = WeightBuffer(self._started.weights, size)
         await asyncio.to_thread(_write, weights, order, base, content)
 
     async def ended(self) -> str:
-        """Wait until no worker can be forked here any more; returns the reason."""
+        """Wait until the fork server ends, so that no worker can be forked here any more; returns the reason."""
         await self._started.ended()
         return f"the process that starts its workers ended: see {self._started.log}"
 
@@ -124,11 +125,11 @@ def _write(weights: WeightBuffer, order: LoadWeights, base: LoadWeights | None, 
 
 
 class NodeLostError(ConnectionError):
-    """The node is gone, or the process on it that starts workers."""
+    """The node is lost, or the process on it that starts workers has ended."""
 
 
 class RemoteNode(Protocol):
-    """A `ClusterNode` on another machine, with the same verbs."""
+    """A `ClusterNode` on another machine, with the same methods."""
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts: ...
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int: ...
@@ -143,7 +144,7 @@ class RemoteNode(Protocol):
     async def ended(self) -> str: ...
 
     def close(self) -> None:
-        """End the node and all that it started; no error if it is gone."""
+        """End the node and all its processes; no error if it is lost."""
         ...
 
 
@@ -154,12 +155,12 @@ class Nodes(Protocol):
     def host(self) -> str: ...
 
     def open(self, number: int) -> RemoteNode:
-        """A node for place `number`. It starts as soon as there is a machine for it."""
+        """A node for place `number`. It starts as soon as a machine is available for it."""
         ...
 
 
 class Reception:
-    """A listening socket at `address`, where workers report to the controller."""
+    """A listening socket at `address`, to which workers connect."""
 
     def __init__(self) -> None:
         self._expected: dict[bytes, asyncio.Future[ControllerChannel]] = {}
@@ -168,7 +169,7 @@ class Reception:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, host: str) -> AsyncIterator[Reception]:
-        """Listens on this interface alone, on any free port."""
+        """Context that listens only on the interface of `host`, on any free port."""
         reception = cls()
         server = await asyncio.start_server(reception._arrived, host, 0)
         name = server.sockets[0].getsockname()
@@ -180,8 +181,9 @@ class Reception:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[bytes, asyncio.Future[ControllerChannel]]]:
-        """A token for one worker, and its channel when it connects; afterwards the token is invalid. The channel is the
-        caller's. If the context ends with an error, the channel is closed, which ends a worker at its other end."""
+        """Context with a token for one worker, and a future for its channel. The token is invalid afterwards. The
+        caller owns the channel. If the context ends with an error, the channel is closed, which ends a worker at its
+        other end."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         arrival: asyncio.Future[ControllerChannel] = asyncio.get_running_loop().create_future()
         self._expected[token] = arrival
@@ -217,7 +219,7 @@ def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Send small messages at once, and detect a machine that vanished without closing the connection."""
+    """Have small messages sent at once, and a machine detected that vanished without closing the connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():

@@ -1,6 +1,6 @@
 """Workers on a Ray cluster.
 
-Invariant: every node sees the same directories of the run as the controller, or the run is refused.
+Invariant: every node sees the same directories of the run as the controller; otherwise the run is refused.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from libra.records.files import writing
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-_GROUP_SECONDS = 60.0  # until the requested devices are free
-_ANSWERS = 1000  # pending at an actor at a time: the verbs of a node wait for processes, not for each other
+_GROUP_SECONDS = 60.0  # in which the requested devices must become free
+_ANSWERS = 1000  # pending calls of an actor; they wait for processes, not for each other
 
 
 class _NodeActor(ClusterNode):
-    """A `ClusterNode` as a Ray actor. Ray names its accelerators in the environment."""
+    """A `ClusterNode` as a Ray actor. Ray lists its GPUs in the environment."""
 
     def __init__(self, logs: str, name: str, accelerated: bool) -> None:
         import ray
@@ -43,13 +43,13 @@ class _NodeActor(ClusterNode):
         super().__init__(ray.util.get_node_ip_address(), Path(logs), name, devices)
 
     async def read_apart(self, order: LoadWeights, size: int, base: LoadWeights | None) -> tuple[None, Any]:
-        """Return None once the weights are whole, and the weights: two Ray objects, so waiting for the first does not
-        move the second."""
+        """Return None and the weights, as two Ray objects: a caller can wait for None, which is there once the weights
+        are whole, without moving the weights."""
         return None, await self.read(order, size, base)
 
 
 class RayNode:
-    """See `RemoteNode`."""
+    """A `RemoteNode` that is a Ray actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -59,7 +59,7 @@ class RayNode:
             return await _answer(self._actor.start.remote(marks))
         except NodeLostError as error:
             raise NodeLostError(
-                f"a node of the Ray cluster did not start: {error}. Does it have the same Python environment?"
+                f"a node of the Ray cluster did not start: {error}. Check that it has the same Python environment"
             ) from None
 
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
@@ -93,7 +93,7 @@ async def _answer(call: Any) -> Any:
 
     try:
         return await call
-    except RayTaskError as error:  # the method failed on its node; or Ray itself failed to move weights
+    except RayTaskError as error:  # the method failed on its node, or Ray failed to move weights
         if isinstance(error.cause, RayError):
             raise SourceLostError(_reason(error.cause)) from None
         raise error.cause from None
@@ -104,12 +104,12 @@ async def _answer(call: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The last line of the error, where Ray gives the cause."""
+    """The last line of the error, where Ray writes the cause."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
 class RayNodes:
-    """See `Nodes`. `counts` are the slots of each bundle; a slot takes `each` of the resource `kind`."""
+    """`Nodes` of a Ray cluster. `counts` are the slots of each bundle; a slot takes `each` of the resource `kind`."""
 
     def __init__(self, host: str, group: Any, counts: Sequence[int], kind: str, each: float, logs: Path) -> None:
         self.host = host
@@ -132,7 +132,7 @@ class RayNodes:
 
 @dataclass(frozen=True, slots=True)
 class SlotOffer:
-    """A node's resources for slots: accelerators, or cores if no node has any."""
+    """A node's resources for slots: GPUs, or cores if no node has GPUs."""
 
     node: str
     cpus: float
@@ -140,9 +140,9 @@ class SlotOffer:
 
 
 def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
-    """The place of each slot, at most `most` slots. A node has one slot for each accelerator. If no node has an
-    accelerator, a node has one slot for each `share` of a core. Nodes without room and nodes that are not needed are
-    left out, and the others are numbered in order. Raises `LaunchError` if there is too little room.
+    """The node and number of each slot; a node gets at most `most` slots. It has one slot per GPU, or if no node has a
+    GPU, one slot per `share` of a core. Nodes without slots are left out, and the others are numbered in order. Raises
+    `LaunchError` if there is too little room.
     """
     accelerated = any(offer.gpus >= 1 for offer in offers)
     rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]
@@ -150,8 +150,8 @@ def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int 
     if sum(rooms) < slots:
         found = ", ".join(f"{offer.node} {each}" for offer, each in zip(offers, rooms, strict=True))
         raise LaunchError(
-            f"cluster.slots: {slots} slots are wanted, and {len(rooms)} node(s) have room for {sum(rooms)}, {found};"
-            " use fewer, or add nodes"
+            f"cluster.slots: {slots} slots are wanted, but {len(rooms)} node(s) have room for {sum(rooms)}, {found};"
+            " use fewer slots, or add nodes"
         )
     rounds = [(node, number) for number in range(slots) for node, each in enumerate(rooms) if number < each]
     chosen = rounds[:slots]
@@ -161,8 +161,8 @@ def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int 
 
 @contextlib.asynccontextmanager
 async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
-    """A starting launcher, in the configured Ray cluster or in one started for this context; closed at the end. Raises
-    `LaunchError`, `DiskError`."""
+    """Context with a launcher that is starting, in the configured Ray cluster or in one started for this context.
+    Raises `LaunchError`, `DiskError`."""
     with _marks((logs, cache_directory())) as marks, _ray(cluster.ray_address, logs):
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -175,7 +175,7 @@ async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[Clust
             if not await asyncio.to_thread(group.wait, _GROUP_SECONDS):
                 raise LaunchError(
                     f"the Ray cluster has {cluster.slots} slots, but they were not free for {_GROUP_SECONDS:.0f} s:"
-                    " others use its devices, see `ray status`"
+                    " others use its devices; see `ray status`"
                 )
             nodes = RayNodes(here, group, counts, kind, each, logs)
             async with ClusterLauncher.open(nodes, slots, marks, cluster.losses_per_hour) as launcher:
@@ -185,23 +185,23 @@ async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[Clust
 
 
 def _amount(count: int, each: float) -> float:
-    """Amount of a resource, in Ray's steps of a ten-thousandth."""
+    """Amount of a resource, rounded to Ray's unit of a ten-thousandth."""
     return round(count * each, 4)
 
 
 @contextlib.contextmanager
 def _ray(address: str | None, logs: Path) -> Iterator[None]:
-    """Connect to a cluster. A cluster started here has this machine's cores, and listens on 127.0.0.1. Ray's output
-    goes to `<logs>/ray.log`; otherwise Ray would print it among the results."""
+    """Context connected to a cluster. A cluster started here has this machine's cores and listens on 127.0.0.1. Ray's
+    output goes to `<logs>/ray.log`, since Ray would otherwise print it among the results."""
     with contextlib.ExitStack() as stack:
         logs.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))
         options: dict[str, Any] = {"address": address}
         if address is None:
-            # Otherwise Ray uses a network address of the machine, even if it is given 127.0.0.1. It reads this at its
+            # Without this, Ray uses a network address of the machine, even if it is given 127.0.0.1. Ray reads it at
             # import.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-            # Ray gives its directory the mode 0777, so a parent directory must keep other users out.
+            # Ray gives its directory mode 0777, so a parent directory must keep other users out.
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="libra-ray-")))
             options = {
                 "address": "local",
@@ -225,8 +225,8 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
 def _require_loopback(address: str) -> None:
     if not ipaddress.ip_address(address).is_loopback:
         raise LaunchError(
-            f"a Ray cluster on this machine would listen on {address}, for Ray was imported before: set"
-            " RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that, or start a cluster and give its address"
+            f"a Ray cluster on this machine would listen on {address}, since Ray was imported before: set"
+            " RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before the import, or start a cluster and give its address"
         )
 
 
@@ -245,7 +245,7 @@ def _offers() -> tuple[list[SlotOffer], str]:
 
 @contextlib.contextmanager
 def _marks(directories: Sequence[Path]) -> Iterator[dict[str, str]]:
-    """Make a file in each directory; gives the text of each by its path."""
+    """Context with a new file in each directory; yields the text of each file by its path."""
     mark = secrets.token_hex(8)
     made: dict[str, str] = {}
     try:

@@ -1,10 +1,10 @@
-"""Duties of every worker process: it ends with its parent, reports its last error, and keeps to its slot's speed.
+"""Common duties of worker processes: end with the parent, report the last error, and stay within the slot's share.
 
-A CPU slot is a device of fixed speed on a machine without accelerators. Invariant: over any time longer than `BURST`, a
-paced process uses at most `share` of one core, whether its neighbours are idle or busy. Otherwise an idle slot would
-speed up its neighbours, and moving it would have no effect. Two slots share a core. A slot's share is a little less
-than one half: the rest of the core is for the controller and the operating system, so a busy neighbour does not slow a
-slot down.
+A CPU slot emulates a device of fixed speed on a machine without accelerators. Invariant: over any time longer than
+`BURST`, a paced process uses at most `share` of one core, whether its neighbours are idle or busy. Otherwise an idle
+slot would speed up its neighbours, and moving a slot would have no effect. Two slots share a core. The share is a
+little less than one half, which leaves the rest of the core to the controller and the operating system. So a busy
+neighbour does not slow a slot down.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import NoReturn
 from libra.backends.transport.messages import Failure, Message
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-BURST = 0.02  # seconds of CPU time that an idle slot may save up: a few engine iterations
+BURST = 0.02  # seconds of CPU time that an idle slot can save up: a few engine iterations
 
 
 def die_with(parent: int) -> None:
     """Have this process killed when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) -> NoReturn:
-    """Serve, report an error if there is one, and end without the clean-up handlers of the parent."""
+    """Serve, report an error if one is raised, and exit without the parent's clean-up handlers."""
     status = 0
     try:
         serve()
     except ConnectionError:
         pass  # the other end is closed, so there is nothing left to serve
-    except Exception as error:  # noqa: BLE001 - the process boundary: everything becomes a message and a log entry
+    except Exception as error:  # noqa: BLE001 - the process boundary: every error becomes a message and a log entry
         traceback.print_exc()
         status = 1
         try:
@@ -52,8 +52,8 @@ def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) 
 
 
 class Pacer:
-    """Call `pace()` between pieces of work (engine iterations, micro-batches). It sleeps until the slot is within its
-    share again."""
+    """Limits a process to its slot's share. Call `pace()` between pieces of work (engine iterations, micro-batches); it
+    sleeps until the slot is within its share again."""
 
     def __init__(self, share: float, cores: tuple[int, ...]) -> None:
         if not 0 < share <= len(cores):

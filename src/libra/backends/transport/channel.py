@@ -1,6 +1,6 @@
-"""Frames on a socket: four bytes of length, then one message in MessagePack, which has NaN and infinity too.
+"""Frames on a socket: four bytes of length, then one message in MessagePack, which unlike JSON has NaN and infinity.
 
-Invariant: a frame is delivered whole or not at all; a lost peer raises `ConnectionError`, and an unknown message
+Invariant: a frame is delivered whole or not at all. A lost peer raises `ConnectionError`, and an unknown message
 `msgspec.ValidationError`.
 """
 
@@ -22,7 +22,7 @@ ToWorker = EngineOrder | TrainerOrder | Stop
 FromWorker = EngineAnswer | TrainerAnswer | Ready | Acknowledged | Failure
 
 _LENGTH = struct.Struct("!I")
-LARGEST_FRAME = 256 << 20  # bytes; a longer one is a broken peer, not a message
+LARGEST_FRAME = 256 << 20  # bytes; a longer frame means that the peer is broken
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -40,7 +40,7 @@ def _frame(message: Message) -> bytes:
 def _length(header: bytes) -> int:
     length: int = _LENGTH.unpack(header)[0]
     if length > LARGEST_FRAME:
-        raise ConnectionAbortedError(f"the peer announced {length} bytes, the frame limit is {LARGEST_FRAME}")
+        raise ConnectionAbortedError(f"the peer announced {length} bytes, but the frame limit is {LARGEST_FRAME}")
     return length
 
 
@@ -52,9 +52,9 @@ def _message(decoder: msgspec.msgpack.Decoder[Received], body: bytes) -> Receive
 
 
 class _BlockingChannel(Generic[Received]):
-    """An end that waits for its next message."""
+    """An end whose `receive` blocks until the next message."""
 
-    _gone: str  # what it means that the other end was closed
+    _gone: str  # error message for a closed connection
     _decoder: msgspec.msgpack.Decoder[Received]
 
     def __init__(self, connection: socket.socket) -> None:
@@ -70,7 +70,7 @@ class _BlockingChannel(Generic[Received]):
         return _message(self._decoder, self._read(_length(self._read(_LENGTH.size))))
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether a message (or the end of the connection) is waiting; `None` waits for one."""
+        """Whether a message (or the end of the connection) is waiting, after at most `seconds`; None: wait for one."""
         readable, _, _ = select.select([self._connection], [], [], seconds)
         return bool(readable)
 
@@ -82,7 +82,7 @@ class _BlockingChannel(Generic[Received]):
         while len(parts) < count:
             try:
                 part = self._connection.recv(count - len(parts))
-            except ConnectionResetError:  # it was killed before it had read everything
+            except ConnectionResetError:  # the peer was killed before it had read everything
                 part = b""
             if not part:
                 raise ConnectionResetError(self._gone)
@@ -91,28 +91,28 @@ class _BlockingChannel(Generic[Received]):
 
 
 class WorkerChannel(_BlockingChannel[ToWorker]):
-    """The worker's end: blocking, or polled between engine iterations."""
+    """The worker's end, which is blocking, or polled between engine iterations."""
 
     _gone, _decoder = "the controller closed the connection", msgspec.msgpack.Decoder(ToWorker)
 
 
 class PeerChannel(_BlockingChannel[FromWorker]):
-    """A worker's end of the channel to another process of its own: orders go there, answers come back."""
+    """A worker's end of the channel to a process that it forked: it sends orders and receives answers."""
 
     _gone, _decoder = "the process closed the connection", msgspec.msgpack.Decoder(FromWorker)
 
 
 class _AsyncChannel(Generic[Received]):
-    """An end on asyncio."""
+    """An end for asyncio."""
 
-    _gone: str  # what it means that the other end was closed
+    _gone: str  # error message for a closed connection
     _decoder: msgspec.msgpack.Decoder[Received]
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     def send(self, message: Message) -> None:
-        """Queue a message. `receive` reports a lost peer."""
+        """Queue a message. If the peer is lost, `receive` reports it."""
         self._writer.write(_frame(message))
 
     async def receive(self) -> Received:
@@ -121,11 +121,11 @@ class _AsyncChannel(Generic[Received]):
             return _message(self._decoder, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionResetError) as error:
             if isinstance(error, ConnectionResetError) and error.errno is None:
-                raise  # severed, in words of its own
-            raise ConnectionResetError(self._gone) from None  # closed, or killed before it had read everything
+                raise  # `sever` set this error
+            raise ConnectionResetError(self._gone) from None  # the peer closed it, or was killed
 
     def sever(self, why: str) -> None:
-        """Make `receive` fail: the worker is lost, though the connection does not show it."""
+        """Make `receive` fail, for a lost worker whose connection does not show the loss."""
         self._reader.set_exception(ConnectionResetError(why))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The base of all messages between the controller and its workers, and those that every worker knows.
+"""The base of all messages between the controller and its workers, and the messages of every kind of worker.
 
 Invariant: every message is a small typed struct that `msgspec` checks on arrival; nothing is ever unpickled.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Precision = Literal["bf16", "fp32", "fp64"]  # of a trainer's arithmetic; bf16 is autocast over float32 parameters
-Dtype = Literal["bfloat16", "float32"]  # of engines, and of the weights that are published for them
+Dtype = Literal["bfloat16", "float32"]  # of engines, and of the weights published for them
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
 Denominator = Literal["tokens", "sequences", "constant"]  # of the loss; see `grpo.denominator`
 DeviceKind = Literal["cpu", "cuda"]
@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Place of one weight in the shared buffer: elements of `dtype` from `offset` bytes on."""
+    """Place of one weight in the shared buffer: elements of `dtype`, starting at byte `offset`."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Stop(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The worker has taken its role. Trainers set `layout` and `buffer_bytes`."""
+    """The worker has started in its role. Trainers set `layout` and `buffer_bytes`."""
 
     seconds: float
     layout: tuple[Tensor, ...] = ()
@@ -44,7 +44,7 @@ class Ready(Message, frozen=True):
 
 
 class Acknowledged(Message, frozen=True):
-    """Acknowledges Discard, Prepare, SaveCheckpoint, LoadCheckpoint and Stop."""
+    """The answer to orders that return nothing, such as Discard, Prepare, SaveCheckpoint, LoadCheckpoint and Stop."""
 
 
 class Failure(Message, frozen=True):

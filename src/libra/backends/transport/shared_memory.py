@@ -1,6 +1,6 @@
-"""Memory that processes of one machine share: weights on their way to the engines, KV from one engine to another.
+"""Memory that processes of one machine share, for weights on their way to the engines and KV between engines.
 
-Invariant: the memory is an anonymous file, which has no name on disk and vanishes with the last process that holds it.
+Invariant: the memory is an anonymous file. It has no name on disk, and vanishes with the last process that has it open.
 Readers accept only whole and checked data.
 """
 
@@ -31,11 +31,12 @@ CACHE_LINE = 64  # bytes
 
 
 class LayoutError(RuntimeError):
-    """The shared memory of a process has another layout than expected."""
+    """The shared memory of another process has an unexpected layout."""
 
 
 def make_memory(owner: object, name: str, size: int) -> tuple[int, mmap.mmap]:
-    """A descriptor, to which other processes attach during the owner's life, and the owner's map."""
+    """Make shared memory. Returns a descriptor, to which others attach while the owner lives, and the owner's
+    mapping."""
     descriptor = os.memfd_create(name, 0)
     weakref.finalize(owner, os.close, descriptor)
     os.ftruncate(descriptor, size)
@@ -43,8 +44,7 @@ def make_memory(owner: object, name: str, size: int) -> tuple[int, mmap.mmap]:
 
 
 def attach(pid: int, descriptor: int, size: int, *, writable: bool = False) -> mmap.mmap:
-    """A map of another process's memory. Raises `LayoutError` when it has another size, `OSError` when the process is
-    gone."""
+    """Map another process's memory. Raises `LayoutError` if it has another size, `OSError` if the process has ended."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR if writable else os.O_RDONLY)
     try:
         found = os.fstat(opened).st_size
@@ -61,32 +61,32 @@ def round_up(size: int, step: int) -> int:
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
-# Two buffers take turns: version v lies in buffer v % 2, so the trainer may write v + 1 while engines still read v. The
-# controller ensures that v + 2 is not written before every engine has acknowledged v.
+# Two buffers alternate: version v lies in buffer v % 2, so the trainer may write v + 1 while engines still read v. The
+# controller ensures that v + 2 is written only after every engine has acknowledged v.
 BUFFERS = 2
 
 
 class WeightUpdateError(RuntimeError):
-    """A weight update arrived damaged. The engine keeps its old version."""
+    """Weights arrived damaged. The receiver keeps its old version."""
 
 
-_SEALED = 0x11B5EA1ED  # a number that weights of an earlier layout do not leave there
+_SEALED = 0x11B5EA1ED  # marks a seal; weights of an earlier layout do not leave this number there
 _SEAL = np.dtype([("sealed", "<i8"), ("checksum", "<i8")])
 
 
-_CHUNK = 1 << 21  # words that are hashed at once: 16 MiB, and as much for the products
-_MULTIPLIER = 6364136223846793005  # of Knuth's generator (MMIX): modulo 2^64 it goes through all numbers
+_CHUNK = 1 << 21  # words that are hashed together: 16 MiB, with as much memory for the products
+_MULTIPLIER = 6364136223846793005  # of Knuth's generator (MMIX), whose period modulo 2^64 covers all numbers
 
 
 def device_hash(tensor: torch.Tensor) -> int:
-    """A hash of 64 bits of a tensor, computed on its device: equal for equal bits."""
+    """A 64-bit hash of a tensor, computed on its device; equal for equal bits."""
     import torch
 
     flat = tensor.contiguous().view(-1)
     types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = flat.view(types[8 if flat.nbytes % 8 == 0 else flat.element_size()])
-    # Each word is multiplied by a factor of its place, modulo 2^64. `torch.hash_tensor` is an XOR, which misses
-    # exchanged words, or an even number of words with the same change.
+    # Each word is multiplied, modulo 2^64, by a factor for its place. `torch.hash_tensor` is an XOR, which misses
+    # exchanged words, and an even number of words with the same change.
     factors = _factors(tensor.device)
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in words.split(_CHUNK):
@@ -96,7 +96,7 @@ def device_hash(tensor: torch.Tensor) -> int:
 
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern, the same on every device."""
+    """Odd numbers without a pattern, equal on every device."""
     import torch
 
     mixed = torch.arange(1, _CHUNK + 1, device=device) * _MULTIPLIER
@@ -105,7 +105,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> tuple[tuple[Tensor, ...], int]:
-    """Places of the weights, and the bytes of one buffer; all are of one type."""
+    """Places of the weights, all of type `dtype`, and the bytes of one buffer."""
     layout, offset = [], 0
     for name, shape in shapes:
         layout.append(Tensor(name, shape, offset, dtype))
@@ -114,12 +114,12 @@ def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> 
 
 
 def create_buffer() -> int:
-    """The descriptor of empty memory for weights, to be inherited by the workers."""
+    """Make empty memory for weights; returns its descriptor, which the workers inherit."""
     return os.memfd_create("libra-weights", 0)
 
 
 class WeightBuffer:
-    """One end of the shared buffers. The file holds `BUFFERS` copies of the layout, and then a seal for each."""
+    """A process's access to the shared buffers: `BUFFERS` copies of the layout, followed by a seal for each copy."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         seals = round_up(BUFFERS * size, CACHE_LINE)
@@ -132,14 +132,14 @@ class WeightBuffer:
 
     @classmethod
     def attach(cls, pid: int, descriptor: int, size: int) -> WeightBuffer:
-        """The buffers of a process of this machine. Raises `OSError` when it is gone."""
+        """The buffers of a process on this machine. Raises `OSError` if it has ended."""
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
         buffer = cls(opened, size)
         weakref.finalize(buffer, os.close, opened)
         return buffer
 
     def pin(self) -> None:
-        """Make the GPU of this process copy from and to the buffers directly, without an intermediate copy."""
+        """Have the GPU of this process copy from and to the buffers directly, without an intermediate copy."""
         import torch
 
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -150,10 +150,10 @@ class WeightBuffer:
     def write(
         self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor], *, hashed: bool = False
     ) -> int:
-        """Store the weights in the types of the layout, one at a time in its order. Returns their checksum: CRC-32, or
-        if `hashed` a hash from the weights' device, which also seals the buffer."""
+        """Store the weights, one tensor at a time, in the types and the order of the layout. Returns their checksum:
+        CRC-32, or with `hashed` a hash from the weights' device, which also seals the buffer."""
         seal = self._seals[buffer : buffer + 1]
-        seal["sealed"] = 0  # first, since the write may end in the middle
+        seal["sealed"] = 0  # first, since the write may be interrupted
         checksum = 0
         for tensor, place in self._places(buffer, layout):
             weight = weights[tensor.name].detach().to(place.dtype)
@@ -163,16 +163,17 @@ class WeightBuffer:
         if not hashed:
             return self.checksum(buffer)
         seal["checksum"] = checksum
-        seal["sealed"] = _SEALED  # last
+        seal["sealed"] = _SEALED  # last, since it declares the buffer whole
         return checksum
 
     def read(self, buffer: int, layout: Iterable[Tensor], checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights by name, as views of the shared memory. Raises `WeightUpdateError` before the first one."""
+        """Yield the weights by name, as views of the shared memory. Raises `WeightUpdateError` before the first
+        weight."""
         self.verify(buffer, checksum)
         yield from self.views(buffer, layout)
 
     def views(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights by name, as views of shared memory that is known to be whole."""
+        """Yield the weights by name, as views of shared memory that is known to be whole."""
         for tensor, place in self._places(buffer, layout):
             yield tensor.name, place
 
@@ -181,7 +182,7 @@ class WeightBuffer:
         return np.frombuffer(self._map, np.uint8, self.size, buffer * self.size)
 
     def store(self, buffer: int, content: Vector, checksum: int) -> None:
-        """Fill a buffer with the content of another node's. Raises `WeightUpdateError` when that arrived damaged."""
+        """Fill a buffer with the bytes of another node's buffer. Raises `WeightUpdateError` if they arrived damaged."""
         if len(content) != self.size:
             raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self.size}")
         self._seals[buffer : buffer + 1]["sealed"] = 0
@@ -192,8 +193,8 @@ class WeightBuffer:
         return zlib.crc32(self.content(buffer).data)
 
     def verify(self, buffer: int, checksum: int) -> None:
-        """Raises `WeightUpdateError` if the buffer does not match the checksum. A sealed buffer was written completely
-        by a process of this machine, so its seal is compared instead of every byte."""
+        """Raise `WeightUpdateError` if the buffer does not match the checksum. A process of this machine has written a
+        sealed buffer completely, so its seal is compared instead of every byte."""
         seal = self._seals[buffer]
         found = int(seal["checksum"]) if seal["sealed"] == _SEALED else self.checksum(buffer)
         if found != checksum:
@@ -210,7 +211,7 @@ class WeightBuffer:
 
 # --- KV --------------------------------------------------------------------------------------------------------------
 
-BLOCK_NAME = 32  # bytes: vLLM names a block by the SHA-256 of all tokens up to its end, and of its salt
+BLOCK_NAME = 32  # bytes; vLLM names a block by the SHA-256 of all tokens up to its end, and of its salt
 
 _HEADER = np.dtype(
     [
@@ -229,14 +230,14 @@ class Filled:
     """Expected content of a frame."""
 
     transfer: int
-    version: int  # of the weights that the engine held when it gave the block away
+    version: int  # of the saving engine's weights
     block: bytes
 
 
 class KVBuffer:
-    """One map of frames for KV blocks, of fixed size, made by the controller. `payload` has a row of bytes for each. A
-    frame names its transfer, its block, the weights under which it was computed, and the checksum of its bytes. Readers
-    accept that whole block, or nothing."""
+    """One mapping of the controller's frames for KV blocks, all of one size. `payload` has a row of bytes for each
+    frame. A frame's header has its transfer, its block, the version of the weights that computed it, and a checksum of
+    its bytes. Readers accept the whole block, or nothing."""
 
     def __init__(self, memory: mmap.mmap, place: KVBufferPlace) -> None:
         self._headers = np.frombuffer(memory, _HEADER, place.frames)
@@ -246,11 +247,11 @@ class KVBuffer:
 
     @classmethod
     def attach(cls, place: KVBufferPlace) -> KVBuffer:
-        """The controller's frames, in a worker. Raises as `attach` does."""
+        """Map the controller's frames in a worker. Raises the errors of `attach`."""
         return cls(attach(place.pid, place.descriptor, _size(place.frames, place.frame_bytes), writable=True), place)
 
     def seal(self, frame: int, filled: Filled) -> None:
-        """Write the header of a frame whose payload is there."""
+        """Write the header of a frame whose payload is written."""
         header = self._headers[frame : frame + 1]
         header["transfer"], header["version"] = filled.transfer, filled.version
         header["length"] = self.payload.shape[1]
@@ -258,7 +259,7 @@ class KVBuffer:
         header["checksum"] = self._checksum(frame)
 
     def holds(self, frame: int, wanted: Filled) -> bool:
-        """Whether a frame holds this block undamaged, computed under weights of this version or older ones."""
+        """Whether a frame has this block undamaged, computed under weights of this version or an older one."""
         header = self._headers[frame]
         return bool(
             header["transfer"] == wanted.transfer
@@ -273,7 +274,7 @@ class KVBuffer:
 
 
 class OwnFrames(KVBuffer):
-    """The controller's map. Workers attach to `place` for as long as this object lives."""
+    """The controller's mapping. Workers can attach to `place` while this object lives."""
 
     def __init__(self, frames: int, frame_bytes: int) -> None:
         descriptor, memory = make_memory(self, "libra-kv", _size(frames, frame_bytes))
@@ -282,7 +283,7 @@ class OwnFrames(KVBuffer):
 
 
 def _headers_size(frames: int) -> int:
-    """Bytes before the first payload, in whole pages."""
+    """Bytes before the first payload, rounded up to whole pages."""
     return round_up(frames * _HEADER.itemsize, mmap.PAGESIZE)
 
 

@@ -1,7 +1,7 @@
 """Messages between the controller and a training replica.
 
-Invariant: no tensor travels here. Weights go through shared memory, gradients through a process group (`elastic.py`),
-and a joiner reads a core's state from its board (`publication.py`) or over a relay (`relay.py`).
+Invariant: no message contains a tensor. Weights go through shared memory, and gradients through a process group
+(`elastic.py`). A joiner reads a core's state from its board (`publication.py`), or through a relay (`relay.py`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class StartTrainer(Message, frozen=True):
     clip: tuple[float, float]
     denominator: Denominator
     token_constant: float
-    temperature: float  # of sampling: the policy that is trained is softmax(logits / temperature)
+    temperature: float  # of sampling; the trained policy is softmax(logits / temperature)
     micro_batch_tokens: int
     precision: Precision
     seed: int
-    share: float  # of one core, that its processes have together
+    share: float  # of one core, for all of its processes together
     cores: tuple[int, ...]
     processes: int = 1
     sharding: Sharding = "none"
     device: DeviceKind = "cpu"
     memory: float = 1.0  # share of its GPU's memory
-    hashed: bool = False  # published weights are sealed with a hash of the device: no other node checks them by CRC
+    hashed: bool = False  # published weights get a hash of the device, so no other node can check them by CRC
 
 
 class MeasureTraining(Message, frozen=True):
-    """Time steps on samples of these lengths, `repeats` times in turn; the state is restored afterwards."""
+    """Measure steps on samples of these lengths, `repeats` times. The state is restored afterwards."""
 
     batches: list[list[int]]
     repeats: int
@@ -47,14 +47,14 @@ class Sample(msgspec.Struct, frozen=True):
 
     id: str
     tokens: list[int]
-    generated: list[bool]  # the loss mask: True where the policy wrote the token
-    logprobs: list[float]  # of the behaviour policy, 0 where not generated
-    versions: list[int]  # weight version that generated the token, -1 where none did
+    generated: list[bool]  # the loss mask: True for tokens that the policy generated
+    logprobs: list[float]  # under the behaviour policy; 0 for tokens that were not generated
+    versions: list[int]  # of the weights that generated each token; -1 for tokens that were not generated
     advantage: float
 
 
 class Train(Message, frozen=True):
-    """Back-propagate this replica's share of a batch and sum the gradients of all replicas; then await the verdict.
+    """Back-propagate this replica's share of a batch, and sum the gradients of all replicas; then await the verdict.
 
     `sequences` and `tokens` are this replica's part of the loss denominator. They count every trajectory of the batch,
     also those of groups without a signal, which are not sent.
@@ -68,60 +68,61 @@ class Train(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """All replicas hold the summed gradient of this version: make the optimiser step."""
+    """Step the optimiser, since all replicas have the summed gradient of this version."""
 
     version: int
     publish_to: int  # buffer index; -1: this replica does not publish
 
 
 class Discard(Message, frozen=True):
-    """No step is made: forget the gradient that awaits a verdict. The state is that before `Train`."""
+    """Drop the gradient that awaits a verdict, since no step is made. The state is that before `Train`."""
 
 
-# Time to form a membership: all replicas get the order within milliseconds, so a replica that has not joined by then
-# will not join. A replica with the order to enter waits at most this long for the others.
+# Time to form a membership. All replicas get the order within milliseconds, so a replica that has not joined by then
+# will not join. A replica that enters waits at most this long for the others.
 FORMING_SECONDS = 20.0
 
 
 class HostRendezvous(Message, frozen=True):
-    """Listen as the rendezvous of the replicas; answered by `Rendezvous`."""
+    """Listen as the rendezvous of the replicas. The answer is `Rendezvous`."""
 
     host: str  # address of this replica's node to listen at
-    port: int  # 0: any free one
-    token: str  # which the other replicas show
+    port: int  # 0: any free port
+    token: str  # that the other replicas send
 
 
 class Prepare(Message, frozen=True):
-    """Form the membership of `size` replicas in which this one has number `rank`, while the present one continues."""
+    """Form a membership of `size` replicas, this one with rank `rank`, while the current membership continues."""
 
     generation: int
     rank: int
     size: int
-    address: str  # of this replica's node: the others reach it there
-    host: str  # where the replicas meet: at number 0, which listens there
-    port: int  # 0: it cannot listen
-    token: str  # to be shown there
+    address: str  # of this replica's node, at which the others reach it
+    host: str  # address of the rendezvous, at which the replica of rank 0 listens
+    port: int  # 0: that replica cannot listen
+    token: str  # to be sent there
 
 
 class Enter(Message, frozen=True):
-    """Exchange gradients in the prepared membership from now on. A replica that follows a core stops following."""
+    """Exchange gradients in the prepared membership from now on. A replica that follows a core stops following it."""
 
     generation: int
 
 
 class StatePlace(msgspec.Struct, frozen=True, tag=True):
-    """Place where one process of a replica publishes its part of the state, on its own node: a file that process `pid`
-    holds open."""
+    """Memory in which one process of a replica publishes its part of the state, on its own node: an open file of
+    process `pid`."""
 
     pid: int
-    descriptor: int  # of that process
+    descriptor: int  # in that process
 
 
-TOKEN_BYTES = 32  # of ASCII
+TOKEN_BYTES = 32  # length of a token in ASCII
 
 
 class RelayPlace(msgspec.Struct, frozen=True, tag=True):
-    """Address at which another node reads a replica's state: a relay that listens for one reader with the token."""
+    """Address at which another node reads a replica's state: that of a relay, which serves one reader with the
+    token."""
 
     host: str
     port: int
@@ -129,25 +130,25 @@ class RelayPlace(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serve(Message, frozen=True):
-    """Let the reader with this token copy the published state to another node, until it has joined or left."""
+    """Start a relay for the reader with this token. It copies the published state until the reader joins or leaves."""
 
     host: str  # address of this replica's node to listen at
     token: str
-    cores: tuple[int, ...]  # of this node, on which the relay may run
+    cores: tuple[int, ...]  # of this node, for the relay
 
 
 class Identify(Message, frozen=True):
-    """Report the state that this replica holds."""
+    """Report the state that this replica has."""
 
 
 class Follow(Message, frozen=True):
-    """Take over the state published there, and keep up with it until `Enter`; answer when level with it."""
+    """Copy the state published at `places`, and follow it until `Enter`. Answer once this state is reached."""
 
-    places: list[StatePlace | RelayPlace]  # one for each process of the replica
+    places: list[StatePlace | RelayPlace]  # one per process of the replica
 
 
 class CatchUp(Message, frozen=True):
-    """Answer when level with state `number` of the followed core and ready to enter membership `generation`, or after
+    """Answer once state `number` of the followed core is reached and membership `generation` can be entered, or after
     `seconds`."""
 
     number: int
@@ -156,7 +157,7 @@ class CatchUp(Message, frozen=True):
 
 
 class WarmUp(Message, frozen=True):
-    """Make one supervised step on demonstrations: (tokens, generated mask) per sequence."""
+    """Make one supervised step on demonstrations: (tokens, mask of generated tokens) per sequence."""
 
     batch: list[tuple[list[int], list[bool]]]
     learning_rate: float
@@ -169,7 +170,7 @@ class Publish(Message, frozen=True):
 
 class SaveCheckpoint(Message, frozen=True):
     directory: str
-    optimiser: bool  # with its moments, to continue from; without, just the model
+    optimiser: bool  # whether to include its moments, which are needed to continue training
 
 
 class LoadCheckpoint(Message, frozen=True):
@@ -177,8 +178,8 @@ class LoadCheckpoint(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    """Log-probs of these sequences under the current weights at the temperature of sampling, for the check against the
-    engines."""
+    """Compute log-probs of these sequences under the current weights at the sampling temperature, for comparison with
+    the engines."""
 
     sequences: list[list[int]]
 
@@ -187,17 +188,16 @@ class Score(Message, frozen=True):
 
 
 class TrainingMeasured(Message, frozen=True):
-    """(tokens, seconds of forward and backward) for each batch, and mean seconds of the work once a step."""
+    """(tokens, seconds of forward and backward) for each batch, and mean seconds of the work done once per step."""
 
     batches: list[tuple[int, float]]
-    step_seconds: float  # clip, optimiser, hash
+    step_seconds: float  # for clipping, optimiser and hash
     exchange_seconds: float
-    failure: str = ""  # why nothing was measured; empty where it was
+    failure: str = ""  # reason why nothing was measured; empty if it was
 
 
 class TokenSums(msgspec.Struct, frozen=True):
-    """Sums of a share or a part of it: over all tokens that went through the model, and over the policy's own
-    tokens."""
+    """Sums over a share or a part of it: some over all tokens that the model processed, some over generated tokens."""
 
     forward_tokens: int = 0
     generated_tokens: int = 0
@@ -213,21 +213,21 @@ class Reduced(Message, frozen=True):
     """This replica's vote on a step."""
 
     version: int
-    failure: str  # why it does not hold the summed gradient; empty where it does
+    failure: str  # reason why it lacks the summed gradient; empty if it has it
     compute_seconds: float
     exchange_seconds: float
     sums: TokenSums
 
 
 class Trained(Message, frozen=True):
-    """One step done."""
+    """One step was made."""
 
     version: int
-    checksum: int  # of the published weights; 0 where nothing was published
+    checksum: int  # of the published weights; 0 if none were published
     parameter_hash: int
     publish_seconds: float
     gradient_norm: float  # of the exchanged gradient, before clipping
-    diverged: str = ""  # values that are not finite, or soon will not be; empty: none
+    diverged: str = ""  # values that are not finite, or soon will not be; empty if there are none
 
 
 class WarmedUp(Message, frozen=True):
@@ -235,7 +235,7 @@ class WarmedUp(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """The weights are ready for the engines."""
+    """The weights are published for the engines."""
 
     version: int
     checksum: int
@@ -243,32 +243,32 @@ class Published(Message, frozen=True):
 
 
 class Rendezvous(Message, frozen=True):
-    port: int  # 0: it cannot listen, and reports why when it enters a membership
+    port: int  # 0: the replica cannot listen, and reports the reason when it enters a membership
 
 
 class Entered(Message, frozen=True):
     generation: int
-    failure: str  # why the membership did not come about; empty where it did
+    failure: str  # reason why the membership was not formed; empty if it was
 
 
 class StateDigest(Message, frozen=True):
-    """The state that a replica holds."""
+    """The state that a replica has."""
 
-    number: int  # by the count of the followed core, or else of this replica; -1: none
+    number: int  # in the count of the followed core, or else of this replica; -1: no whole state
     parameter_hash: int
-    size: int  # bytes of the parameters that its processes hold; a moment of AdamW and a gradient are as large
-    places: list[StatePlace]  # one for each process of the replica
-    ready: bool = False  # to enter the requested membership
-    behind: str = ""  # why it ceased to follow
+    size: int  # bytes of the parameters of its processes; a moment of AdamW, or a gradient, has as many
+    places: list[StatePlace]  # one per process of the replica
+    ready: bool = False  # whether the requested membership can be entered
+    behind: str = ""  # reason why it stopped following; empty if it follows
 
 
 class Serving(Message, frozen=True):
-    ports: list[int]  # one for each process of the replica
-    failure: str  # reason why it cannot be read there; empty where the relay listens
+    ports: list[int]  # one per process of the replica
+    failure: str  # reason why no relay could be started; empty if it listens
 
 
 class Scored(Message, frozen=True):
-    logprobs: list[list[float]]  # per token after the first
+    logprobs: list[list[float]]  # of each token after the first
 
 
 TrainerOrder = (

@@ -1,1 +1,1 @@
-"""Rollout engines: vLLM, stepped by our own loop."""
+"""Rollout engines: vLLM, stepped by Libra's own loop."""

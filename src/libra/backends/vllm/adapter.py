@@ -1,7 +1,7 @@
 """Code that depends on vLLM's version and on the device: arguments of an engine, and batches in flight.
 
-Invariant: an argument follows from the order alone. An engine that schedules ahead is drained before its weights
-change: a token is of the version that its forward pass read.
+Invariant: an engine's arguments depend on the order alone. An engine that schedules ahead is drained before its weights
+change, so that a token has the version that its forward pass read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from libra.backends.transport.engine_messages import StartEngine
 from libra.cost.engine_memory import BLOCK_TOKENS
 
 Made = TypeVar("Made")
-_FREE = 0.9  # of an engine's share
+_FREE = 0.9  # of the share that an engine gets
 
 
 def engine_arguments(start: StartEngine) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`, besides classes and configurations."""
+    """Arguments of vLLM's `EngineArgs`, except classes and configurations."""
     found: dict[str, Any] = {
         "model": start.model_directory,
         "skip_tokenizer_init": True,
@@ -27,7 +27,7 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
         "block_size": BLOCK_TOKENS,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
-        "logprobs_mode": "processed_logprobs",  # of the sampling distribution: logits divided by the temperature
+        "logprobs_mode": "processed_logprobs",  # under the sampling distribution: logits divided by the temperature
         "dtype": start.dtype,
         "enforce_eager": not start.graphs,
         "disable_log_stats": True,
@@ -42,7 +42,7 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
         found["tensor_parallel_size"] = start.gpus
     if start.device == "cuda":
         # vLLM requires this share of the GPU to be free, even if the bytes of KV are given. The whole GPU is never
-        # free, because CUDA contexts, including vLLM's own, take some memory.
+        # free, since CUDA contexts, including vLLM's own, take some memory.
         found["gpu_memory_utilization"] = _FREE * start.memory
         if start.layout and start.loan is None:
             found["load_format"] = "dummy"  # weights come from the trainer before the first turn
@@ -50,9 +50,9 @@ def engine_arguments(start: StartEngine) -> dict[str, Any]:
 
 
 def drained(core: Any, step: Callable[[], Made]) -> Iterator[Made]:
-    """Finish the batches in flight in vLLM's `EngineCore`, without scheduling more. Returns the results of these steps.
-    Requests stay in their place."""
-    if not core.batch_queue:  # None where it does not schedule ahead
+    """Finish the batches in flight in vLLM's `EngineCore` without scheduling more, and yield the results of these
+    steps. Requests keep their places in the queue."""
+    if not core.batch_queue:  # None if the engine does not schedule ahead
         return
     from vllm.v1.core.sched.interface import PauseState
 

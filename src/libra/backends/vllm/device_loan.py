@@ -1,4 +1,4 @@
-"""The loan of an engine's device, as used by the engine's worker: through it lending decides when the engine steps."""
+"""Interface by which lending decides when an engine on a lent device steps; the engine's worker calls it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ if TYPE_CHECKING:
 
 
 class EngineLoan(Protocol):
-    """The loan of one rollout engine, created before the engine."""
+    """The loan of one rollout engine. It is created before the engine."""
 
-    scheduler: type[Any]  # vLLM's scheduler, as the engine needs it
+    scheduler: type[Any]  # the scheduler class that the engine needs
 
     def lend(self, engine: VllmEngine) -> None:
-        """Begin to lend to `engine`."""
+        """Begin to lend the device to `engine`."""
         ...
 
     def rest(self) -> float | None:
-        """Note that there are no turns; returns the seconds after which to call `settle` anyway. None: no need."""
+        """Note that the engine has no turns. Returns the seconds after which to call `settle` anyway; None: no need."""
         ...
 
     @property
     def changed(self) -> bool:
-        """Whether the device was recalled, or lent again, since its state was last reported."""
+        """Whether the device was recalled or lent again since the last report of its state."""
         ...
 
     def settle(self) -> list[str]:
-        """Between two steps: give memory back, or take free memory. Returns the turns that had to be stopped."""
+        """Return memory to serving, or take free memory, between two steps. Returns the turns that had to be
+        stopped."""
         ...
 
     def step(self) -> list[Sampled] | None:
-        """Make one step if there is a grant; otherwise return None after a moment."""
+        """Make one step if there is a grant; otherwise return None after a short wait."""
         ...
 
     def state(self) -> LoanState:

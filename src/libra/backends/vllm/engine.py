@@ -1,8 +1,8 @@
-"""One rollout engine: vLLM in this process, stepped by our own loop.
+"""One rollout engine: vLLM in this process, stepped by Libra's own loop.
 
-Invariant: between two iterations this loop controls the engine, so a weight update is a plain call there. Running turns
-are neither drained nor lost, and a token has the engine's version in the iteration that made it. (vLLM reports the
-versions of tokens only at the end of a turn that it ended itself.)
+Invariant: between two iterations this loop controls the engine, so a weight update is a plain call at that point. It
+neither drains nor loses running turns. A token has the version of the engine's weights in its iteration. (vLLM itself
+reports the versions of tokens only at the end of a turn that it ended itself.)
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from libra.backends.vllm.weights import CONFIG, WORKER_EXTENSION, TurnTaking, ta
 
 
 class VllmEngine:
-    """vLLM behind a few methods: add, interrupt, step, give, load."""
+    """vLLM with a few methods: turns, steps, KV transfers and weights."""
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer, scheduler: type[Any] | None = None) -> None:
-        """`scheduler` is used instead of vLLM's own."""
+        """`scheduler` replaces vLLM's own scheduler class."""
         self._refresh_kv = start.refresh_kv
         self._in_turns: TurnTaking = lambda weights: weights
         self._engine = LLMEngine.from_engine_args(
@@ -42,23 +42,23 @@ class VllmEngine:
                 weight_transfer_config=CONFIG,
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
                 scheduler_cls=scheduler,
-                # Memory that changes hands: on a GPU only this allocator unmaps a part of what it has.
+                # On a GPU, only this allocator can unmap a part of its memory, as needed for memory that changes hands.
                 enable_cumem_allocator=start.loan is not None
                 and start.loan.kv_beside is not None
                 and current_platform.is_cuda_alike(),
             )
         )
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        # The scheduler's connector, which is in this process as the engine is. None: it hands no KV over.
+        # The scheduler's connector, which is in this process like the engine. None: the engine transfers no KV.
         self._kv: FrameConnector | None = self._scheduler.get_kv_connector()
         self.expect(buffer, start.layout)
         self.version = 0
         self._turns: set[str] = set()  # in progress
-        self._untouched: set[str] = set()  # those of them without a token yet
+        self._untouched: set[str] = set()  # turns without a token yet
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that a step may compute."""
+        """Most tokens that one step may compute."""
         most: int = self._scheduler.scheduler_config.max_num_batched_tokens
         return most
 
@@ -105,15 +105,15 @@ class VllmEngine:
         self._untouched.add(request.id)
 
     def warm_up(self) -> None:
-        """Make two turns and drop them, so that kernels that a GPU compiles at their first use are compiled before a
-        real turn."""
-        for temperature in (1.0, 0.5):  # sampling uses other kernels if logits are divided
+        """Make two turns and drop them, so that a GPU compiles its kernels before the first real turn."""
+        for temperature in (1.0, 0.5):  # at 0.5 logits are divided, which takes other kernels
             self.add(Generate("warm-up", [0, 0], 2, temperature, -1, 0, salt="warm-up"))
             while self.busy:
                 self.step()
 
     def interrupt(self, turn: str) -> bool:
-        """Stop a turn between two iterations; earlier steps have reported all its tokens. False: it had ended."""
+        """Stop a turn between two iterations; all its tokens have been reported. Returns False if it has ended
+        already."""
         if turn not in self._turns:
             return False
         self._turns.remove(turn)
@@ -122,7 +122,7 @@ class VllmEngine:
         return True
 
     def put_out(self, request: str) -> str:
-        """`interrupt` a turn by the scheduler's name of its request; returns its own name."""
+        """`interrupt` a turn by the name of its request in the scheduler; returns the turn's own name."""
         turn = self._engine.output_processor.request_states[request].external_req_id
         self.interrupt(turn)
         return turn
@@ -150,13 +150,13 @@ class VllmEngine:
         return self._scheduler
 
     def give(self, order: Save) -> None:
-        """Save KV of a context for another engine, a little in each of the next steps."""
+        """Save KV of a context for another engine, some blocks in each of the next steps."""
         if self._kv is None:
             raise RuntimeError("this engine was started without frames for KV")
         self._kv.give(msgspec.structs.replace(order, salt=self._salt(order.salt)))
 
     def handed(self) -> list[Saved | Fetched]:
-        """KV saved for others, or fetched from others, since the last call."""
+        """Transfers that were saved for other engines, or fetched from them, since the last call."""
         return self._kv.done() if self._kv is not None else []
 
     def forget(self) -> None:
@@ -165,14 +165,14 @@ class VllmEngine:
             raise RuntimeError("the prefix cache is in use")
 
     def expect(self, buffer: WeightBuffer, layout: tuple[Tensor, ...]) -> None:
-        """Expect new versions in this buffer, laid out like this, from now on."""
+        """Find new versions in `buffer`, with this layout, from now on."""
         self._buffer = buffer
         places = [(each.name, each.shape, each.offset, each.dtype) for each in layout]
         place = {"pid": os.getpid(), "descriptor": buffer.descriptor, "size": buffer.size, "layout": places}
         self._engine.collective_rpc("init_weight_transfer_engine", args=(place,))
 
     def drained(self) -> Iterator[list[Sampled]]:
-        """Finish the iterations in flight: their results are of the version before the next `load`."""
+        """Finish the iterations in flight, and yield their results, before the next `load` changes the version."""
         return drained(self._engine.engine_core.engine_core, self.step)
 
     def sleep(self) -> None:
@@ -182,15 +182,15 @@ class VllmEngine:
         self._engine.sleep(level=2)
 
     def wake(self) -> None:
-        """Take the memory again. It has no content: call `load` next."""
+        """Allocate the memory again. It has no content, so call `load` next."""
         self._engine.wake_up()
         self.version = -1
 
     def load(self, order: LoadWeights) -> None:
-        """Load a new version between two iterations, with none in flight. On `WeightUpdateError` the old one stays: the
-        check precedes vLLM's reload, which first empties the layers."""
+        """Load a new version between two iterations, with none in flight. `WeightUpdateError` leaves the old version in
+        place, since the check precedes vLLM's reload, which first empties the layers."""
         if self._engine.engine_core.engine_core.batch_queue:
-            raise RuntimeError("an iteration is in flight: its tokens would be of two versions")
+            raise RuntimeError("an iteration is in flight: its tokens would have two versions; call drained first")
         self._buffer.verify(order.buffer, order.checksum)
         self._engine.collective_rpc("start_weight_update")
         self._engine.collective_rpc("update_weights", args=({"buffer": order.buffer, "checksum": order.checksum},))
@@ -200,5 +200,5 @@ class VllmEngine:
             self._kv.version = order.version
 
     def _salt(self, asked: str | None) -> str | None:
-        """The namespace in the prefix cache of a request that started under this version."""
+        """Namespace in the prefix cache for a request that starts under the current version."""
         return f"v{self.version}" if asked is None and self._refresh_kv else asked

@@ -1,4 +1,4 @@
-"""The controller's view of a rollout engine: turns, KV for other engines, weights, and signs of life.
+"""The controller's view of a rollout engine: turns, KV for other engines, weights, and liveness.
 
 Invariant: reports of a turn are passed on in the order of arrival, and nothing follows the turn's end. When the engine
 is lost, all its turns fail at once.
@@ -35,7 +35,7 @@ from libra.live.pace import Pace
 from libra.live.work import LiveWork
 
 # An engine with turns in progress reports every `report.REPORT_SECONDS`. Iterations take milliseconds, and loading
-# weights takes seconds at most. An engine that is silent at all checks, which are so far apart, hangs or is too slow.
+# weights takes seconds at most. So an engine that is silent at `SILENT_LOOKS` checks in sequence hangs, or is too slow.
 LOOK_SECONDS = 1.0
 
 Answer = TypeVar("Answer", Saved, Fetched)
@@ -48,11 +48,11 @@ class _Turn:
     ended: asyncio.Future[None]
     take: Callable[[Piece], None]
     size: int  # tokens of its context
-    generated: int = 0  # tokens, so far
+    generated: int = 0  # tokens reported up to now
 
 
 class EngineHandle(Handle):
-    """A rollout engine: many generations at once, counters for the planner's feedback."""
+    """A rollout engine, with many turns at a time and counters for the planner."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class EngineHandle(Handle):
     ) -> None:
         """`on_recall` is called when the engine's device is recalled, and when it is lent again; None: the device is
         the engine's own. `on_load` is called when the engine has loaded weights by itself, with the seconds of the
-        pause; None: the caller has to `load`."""
+        pause; None: callers use `load`."""
         self._on_recall, self._on_load = on_recall, on_load
         self.loan: LoanState | None = None
         self._recalls, self._began = 0, time.monotonic()
-        self._away, self._away_since = 0.0, self._began  # seconds, of the recalls that are over; when this one began
+        self._away, self._away_since = 0.0, self._began  # seconds of ended recalls; start of the current recall
         self._turns: dict[str, _Turn] = {}
         self._transfers: dict[tuple[type[Saved | Fetched], int], asyncio.Future[Any]] = {}
         self._reports = 0
@@ -95,7 +95,7 @@ class EngineHandle(Handle):
 
     @property
     def away_seconds(self) -> float:
-        """Seconds for which its device was recalled, so far."""
+        """Total seconds for which its device was recalled."""
         return self._away + (time.monotonic() - self._away_since if self.away else 0.0)
 
     @property
@@ -103,8 +103,9 @@ class EngineHandle(Handle):
         return len(self._turns)
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
-        """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they arrive.
-        Raises `WorkerLostError` if the engine is lost first; `take` has then had all tokens that arrived."""
+        """Have a turn generated until it ends by itself or is interrupted. `take` is called with its tokens as they
+        arrive. Raises `WorkerLostError` if the engine is lost first, after `take` was called with all tokens that
+        arrived."""
         if self.lost:
             raise WorkerLostError(f"engine {self.name} is gone")
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -122,13 +123,13 @@ class EngineHandle(Handle):
         self.work.pace.observe(turn.generated, took.seconds, took.load_tokens)
 
     def interrupt(self, turn: str) -> None:
-        """Stop a turn now; `generate` returns once its last tokens have arrived."""
+        """Stop a turn now. Its `generate` returns once its last tokens have arrived."""
         if not self.lost:
             self._channel.send(Interrupt(turn))
 
     @contextmanager
     def expecting(self, tokens: int) -> Iterator[None]:
-        """Count a request of this size, in flight to the engine, as one that it holds."""
+        """Context that counts a request of `tokens` tokens, in flight to the engine, as part of its load."""
         self.work.load_tokens += tokens
         try:
             yield
@@ -136,19 +137,19 @@ class EngineHandle(Handle):
             self.work.load_tokens -= tokens
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
-        """Have KV saved for another engine; None if the engine is lost first."""
+        """Have KV saved for another engine. The result is None if this engine is lost first."""
         saved = self._told_of(Saved, order.transfer.number)
         if not self.lost:
             self._channel.send(order)
         return saved
 
     def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
-        """Done when a transfer, which a coming request uses, is no longer needed; None if the engine is lost first."""
+        """A future that is done when the frames of a transfer to this engine may be freed; None if it is lost first."""
         return self._told_of(Fetched, transfer)
 
     async def vacate(self, deadline: float) -> None:
-        """Stop all turns now, and wait until the KV that they need is saved, `deadline` seconds at most. A turn
-        requests its KV before any other task learns that it left."""
+        """Stop all turns now, and wait until the KV that they need is saved, `deadline` seconds at most. A stopped turn
+        orders its KV before any other task runs, so the wait includes it."""
         for turn in self._turns:
             self.interrupt(turn)
         ends = time.monotonic() + deadline
@@ -169,7 +170,7 @@ class EngineHandle(Handle):
         return loaded.seconds
 
     async def drained(self, deadline: float) -> bool:
-        """Wait until no turn is running; False when the deadline came first."""
+        """Wait until no turn is running, `deadline` seconds at most. Returns False if turns still run then."""
         ends = time.monotonic() + deadline
         futures = [turn.ended for turn in self._turns.values()]
         if futures:
@@ -183,7 +184,7 @@ class EngineHandle(Handle):
                 self._settle(message)
             case Generated():
                 self._take(message)
-            case Lent():  # here: a report of the loan right behind it may be read before the caller of `ask` continues
+            case Lent():  # handled here, since a report of the loan may arrive before the caller of `ask` continues
                 self.loan = LoanState(message.away, 0.0, 0.0, 0, 0)
                 if self.away and self._on_recall is not None:
                     self._on_recall(self)
@@ -244,12 +245,10 @@ class EngineHandle(Handle):
             told.set_result(message)
 
     async def _watch(self) -> None:
-        """Declare the engine lost when it has turns to make and makes no progress."""
+        """Declare the engine lost if it has turns and makes no progress."""
         silent = 0
         while silent < SILENT_LOOKS:
             reports, running = self._reports, self.running
             await asyncio.sleep(LOOK_SECONDS)
             silent = silent + 1 if running and self._reports == reports else 0
-        self.declare_lost(
-            f"it has {self.running} turns to make and said nothing for {SILENT_LOOKS * LOOK_SECONDS:.0f} s"
-        )
+        self.declare_lost(f"it has {self.running} turns but sent no report for {SILENT_LOOKS * LOOK_SECONDS:.0f} s")

@@ -1,8 +1,8 @@
-"""vLLM's executor of an engine in this process, without its file in the directory of temporary files.
+"""vLLM's executor for an engine in this process, without a file in the directory for temporary files.
 
-Invariant: an engine leaves no file when its process ends, however it ends. Even for a single worker, vLLM makes a
-rendezvous file `vllm_dist_*` there, which nothing removes. Here it is memory that ends with the process, and that
-no other user can open.
+Invariant: an engine leaves no file, however its process ends. Even for a single worker, vLLM makes a rendezvous file
+`vllm_dist_*`, which nothing removes. Here it is anonymous memory, which ends with the process and which no other user
+can open.
 """
 
 from __future__ import annotations

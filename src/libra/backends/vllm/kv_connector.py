@@ -1,11 +1,11 @@
-"""vLLM's own extension point for external KV, filled with frames in shared memory.
+"""vLLM's extension point for external KV, implemented with frames in shared memory.
 
-Invariant: KV is named by the hashes of vLLM's prefix cache, which cover all tokens up to the end of a block and the
-salt. So an engine gives only KV that it would itself reuse for such a request, and accepts only the same. A block that
-is missing, damaged, or of newer weights than the engine's ends the transfer, and the rest is computed.
+Invariant: KV is identified by the hashes of vLLM's prefix cache, which cover the salt and all tokens up to the end of a
+block. So an engine saves only KV that it would itself reuse for such a request, and accepts only the same. A block that
+is missing, damaged, or of newer weights than the engine's ends the transfer, and the engine computes the rest.
 
-vLLM makes two connectors, one for its scheduler and one for its model. The first knows blocks and requests, and
-decides; the second copies. The engine steps in this process, so the copies are done when the step returns.
+vLLM makes two connectors, one for its scheduler and one for its model. The first decides, since it sees blocks and
+requests; the second copies. The engine steps in this process, so the copies are done when the step returns.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-# Bytes copied out in one iteration: this takes a few milliseconds, which hardly delays the turns of the engine.
+# Bytes copied out in one iteration. They take a few milliseconds, which hardly delays the engine's turns.
 SAVED_BYTES = 4 << 20
 
 _TRANSFER = "libra_transfer"
 
 
 def transfer_config(place: KVBufferPlace) -> KVTransferConfig:
-    """Configuration by which vLLM finds this connector, and the connector its frames."""
+    """Configuration with which vLLM finds this connector, and this connector finds its frames."""
     return KVTransferConfig(
         kv_connector=FrameConnector.__name__,
         kv_connector_module_path=__name__,
@@ -61,7 +61,7 @@ def request_arguments(transfer: KVTransfer) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One block and its frame; `filled` if it goes into the frame."""
+    """A block and its frame. With `filled` the block is copied into the frame, otherwise out of it."""
 
     block: int
     frame: int
@@ -70,7 +70,7 @@ class Copy:
 
 @dataclass
 class Copies(KVConnectorMetadata):
-    """Copies that one step makes."""
+    """The copies of one step."""
 
     saves: list[Copy] = field(default_factory=list)
     fetches: list[Copy] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Copies(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Giving:
-    """Outgoing blocks. They are referenced, so the pool gives none of them to another request."""
+    """Outgoing blocks. They are referenced, so the pool cannot allocate them to another request."""
 
     transfer: int
     blocks: list[KVCacheBlock]
@@ -87,15 +87,16 @@ class _Giving:
 
 @dataclass(slots=True)
 class _Taking:
-    """A transfer for a waiting request. `sound`: its leading frames with the expected content; None: not checked."""
+    """A transfer for a waiting request. `sound` counts its leading frames with the expected content; None:
+    unchecked."""
 
     transfer: KVTransfer
-    first: int = 0  # block that the engine does not have itself
+    first: int = 0  # the first block that the engine does not have itself
     sound: int | None = None
 
 
 class FrameConnector(KVConnectorBase_V1):
-    """`version` is that of the engine's weights; the engine sets it."""
+    """vLLM's connector. The engine sets `version` to that of its weights."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -112,17 +113,17 @@ class FrameConnector(KVConnectorBase_V1):
         self._takings: dict[str, _Taking] = {}
         self._fetches: list[Copy] = []  # of the step that is being scheduled
         self._done: list[Saved | Fetched] = []
-        self._layers: list[npt.NDArray[np.uint8]] = []  # views of the cache: a row of bytes for each block
+        self._layers: list[npt.NDArray[np.uint8]] = []  # views of the cache, with a row of bytes for each block
 
-    # --- what the engine asks for ---------------------------------------------------------------------------------
+    # --- for the engine -------------------------------------------------------------------------------------------
 
     @property
     def giving(self) -> bool:
-        """Whether steps are needed to save ordered KV."""
+        """Whether steps are needed to save KV."""
         return bool(self._givings)
 
     def give(self, order: Save) -> None:
-        """Save the cached prefix of a context, a few blocks in each of the next steps."""
+        """Save the cached prefix of a context, some blocks in each of the next steps."""
         frames = iter(order.transfer.frames)
         blocks: list[KVCacheBlock] = []
         copies: deque[Copy] = deque()
@@ -136,7 +137,7 @@ class FrameConnector(KVConnectorBase_V1):
         self._givings.append(_Giving(order.transfer.number, blocks, copies))
 
     def done(self) -> list[Saved | Fetched]:
-        """Messages since the last call: saved KV, and frames that are no longer needed."""
+        """Messages since the last call, about saved KV and about frames that may be freed."""
         while self._givings and not self._givings[0].copies:
             given = self._givings.popleft()
             self._pool.free_blocks(reversed(given.blocks))
@@ -145,7 +146,7 @@ class FrameConnector(KVConnectorBase_V1):
         return done
 
     def _names(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
-        """Names of the whole blocks of this context in vLLM's prefix cache."""
+        """Hashes of the whole blocks of this context in vLLM's prefix cache."""
         request = Request("", list(tokens), SamplingParams(), None, cache_salt=salt, block_hasher=self._hasher)
         return list(request.block_hashes)
 
@@ -165,11 +166,11 @@ class FrameConnector(KVConnectorBase_V1):
         if taking.sound is None:
             taking.sound = self._sound(taking.transfer, request.block_hashes)
         taking.first = num_computed_tokens // BLOCK_TOKENS
-        last = min(taking.sound, (request.num_tokens - 1) // BLOCK_TOKENS)  # a token is left to sample from
+        last = min(taking.sound, (request.num_tokens - 1) // BLOCK_TOKENS)  # leaves a token to compute, for sampling
         return max(0, last - taking.first) * BLOCK_TOKENS, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        # Only once: if the request is preempted, its frames may belong to another transfer when it resumes.
+        # The transfer is used once, since its frames may belong to another transfer when a preempted request resumes.
         taking = self._takings.pop(request.request_id, None)
         if taking is None:
             return
@@ -211,7 +212,7 @@ class FrameConnector(KVConnectorBase_V1):
         self._layers = [kv_caches[name].view(blocks, -1).view(torch.uint8).numpy() for name in sorted(kv_caches)]
         found, expected = sum(layer.shape[1] for layer in self._layers), self._frames.payload.shape[1]
         if found != expected:
-            raise ValueError(f"a block of this engine's KV is {found} bytes, and a frame {expected}")
+            raise ValueError(f"a block of this engine's KV has {found} bytes, but a frame has {expected}")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for copy in self._copies().fetches:
@@ -235,7 +236,7 @@ class FrameConnector(KVConnectorBase_V1):
         """Do nothing: all layers are present before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: blocks are saved on request."""
+        """Do nothing: `wait_for_save` saves blocks on request."""
 
     def _copies(self) -> Copies:
         return self._get_connector_metadata()

@@ -1,7 +1,7 @@
-"""A context that changes engines: its KV is handed over where that is cheaper than recomputing it.
+"""KV transfers for contexts that change engines, if a transfer is cheaper than a new prefill.
 
-Invariant: whatever fails, the context is recomputed and the turn continues; no turn waits longer than `SAVE_SECONDS`
-for KV. Every context that changed engines is reported, with the chosen way and the reason.
+Invariant: if a transfer fails, the context is computed again and the turn continues. No turn waits longer than
+`SAVE_SECONDS` for KV. Every change of engines is reported, with the chosen way and the reason.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from libra.cost.transfer import handover_pays
 
 
 class KVLeases:
-    """The frames, and the transfers that hold them."""
+    """The frames, and the transfers that lease them."""
 
     def __init__(self, frames: int) -> None:
         self._free = list(range(frames))
-        self._written_by: list[tuple[int, KVTransfer]] = []  # given up, but the process may still write to them
+        self._written_by: list[tuple[int, KVTransfer]] = []  # given up, but a process may still write into them
         self._transfers = 0
 
     @property
     def free(self) -> int:
-        """Number of frames that no transfer holds."""
+        """Number of frames without a transfer."""
         self._reclaim()
         return len(self._free)
 
     def lease(self, blocks: int) -> KVTransfer | None:
-        """A transfer of `blocks` frames, the most recently used first; None if fewer are free."""
+        """A transfer with `blocks` frames, the most recently used first; None if fewer are free."""
         if blocks > self.free:
             return None
         self._transfers += 1
         return KVTransfer(self._transfers, [self._free.pop() for _ in range(blocks)])
 
     def release(self, transfer: KVTransfer) -> None:
-        """Give the frames of a transfer back."""
+        """Free the frames of a transfer."""
         self._free += reversed(transfer.frames)
 
     def release_after(self, process: int, transfer: KVTransfer) -> None:
-        """Give the frames of a transfer back once the process that should fill them is gone."""
+        """Free the frames of a transfer once the process that may write into them has ended."""
         self._written_by.append((process, transfer))
 
     def _reclaim(self) -> None:
@@ -59,19 +59,19 @@ class KVLeases:
         self._written_by = writing
 
 
-_NODE = "local"  # the controller's node, as launchers name it: only its workers share memory with the controller
-SAVE_SECONDS = 2.0  # after which a turn no longer waits for an engine to save its context
+_NODE = "local"  # launchers' name for the controller's node, whose workers share memory with the controller
+SAVE_SECONDS = 2.0  # longest wait of a turn for an engine to save its context
 
 
 @dataclass(slots=True)
 class ContextMove:
-    """The move of a context to another engine. `seconds` is the time from the request for its KV to its arrival: only
-    this turn waits, others continue."""
+    """The move of a context to another engine. `seconds` is the time from the order for its KV to its arrival. Only
+    this turn waits for it."""
 
-    context: int  # tokens of the context that the previous engine held
-    handed_tokens: int = 0  # taken from the previous engine; the others are computed again
+    context: int  # tokens of the context that the previous engine had
+    handed_tokens: int = 0  # tokens whose KV came from the previous engine; the others are computed again
     seconds: float = 0.0
-    why: str = "handed over"  # or the reason why not
+    why: str = "handed over"  # or the reason why it was not
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class ContextMoves:
 
 
 class KVHandover:
-    """Hands KV over. `kv_bytes` are those of a token; `tokens` the most in memory between two engines."""
+    """Transfers KV. `kv_bytes` are the bytes of a token; `tokens` is the most that may be in transfers at a time."""
 
     def __init__(self, kv_bytes: int, tokens: int) -> None:
         frames = -(-tokens // BLOCK_TOKENS)
@@ -104,24 +104,24 @@ class KVHandover:
         self._profile: DeviceProfile | None = None
 
     def place(self, engine: Engine) -> KVBufferPlace | None:
-        """The place where an engine finds the memory. None for an engine on another node, and for one that saves
-        nothing because its device is lent for steps that generate."""
+        """The shared memory for the engine's transfers. None for an engine on another node, and for one on a lent
+        device, which would use its grants to save KV."""
         return self.memory.place if engine.link.node == _NODE and not engine.lent else None
 
     def price_by(self, profile: DeviceProfile) -> None:
-        """Decide by these costs from now on; before that everything is recomputed."""
+        """Decide by these costs from now on. Before the first call, every context is computed again."""
         self._profile = profile
 
     def may_pay(self, tokens: int) -> bool:
-        """Whether a context of at most this many tokens may be handed over. If it pays for one length, it pays for
-        longer ones. While costs are unknown it may."""
+        """Whether a transfer can pay for some context of at most `tokens` tokens. If it pays for one length, it pays
+        for longer ones. True while costs are unknown."""
         return self._profile is None or handover_pays(self._profile, tokens)
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: Engine, target: Engine
     ) -> tuple[KVTransfer | None, ContextMove]:
         """Have `source` save its KV of a context, for a request that is sent to `target` as soon as this returns. The
-        returned move is complete when that request has its first token."""
+        returned move is complete once that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
         change = ContextMove(len(tokens))
         transfer = self._lease(blocks, source, target, change)
@@ -131,7 +131,7 @@ class KVHandover:
         saving = source.save(Save(list(tokens[: blocks * BLOCK_TOKENS]), salt, transfer))
         try:
             await asyncio.wait([saving], timeout=SAVE_SECONDS)
-        except asyncio.CancelledError:  # whether it is saved by now or not
+        except asyncio.CancelledError:  # the KV may be saved already, or later
             saving.add_done_callback(lambda saved: self._written(saved, transfer, source))
             raise
         if not saving.done():
@@ -156,7 +156,7 @@ class KVHandover:
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
     def _lease(self, blocks: int, source: Engine, target: Engine, change: ContextMove) -> KVTransfer | None:
-        """Lease frames for a context; None if it is not handed over, with the reason in `change`."""
+        """Lease frames for a context; None if it is not transferred, with the reason in `change`."""
         if source.lost:
             change.why = "the engine was gone"
         elif self.place(source) is None or self.place(target) is None:
@@ -172,7 +172,7 @@ class KVHandover:
         return None
 
     def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: Engine) -> None:
-        """Release an unwanted transfer once its writer has answered or is lost."""
+        """Free an unwanted transfer once its writer has answered or is lost."""
         if saved.result() is None:
             self.leases.release_after(source.link.pid, transfer)
         else:

@@ -1,6 +1,6 @@
-"""The reports of an engine: tokens since the last one, counters since the start.
+"""Reports of an engine: tokens since the last report, and counters since the start.
 
-Invariant: each token is reported once, in the order of its turn and under the weight version that sampled it; a turn's
+Invariant: each token is reported once, in the order of its turn and with the weight version that sampled it. A turn's
 end is reported with its last token or after it.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from libra.backends.transport.engine_messages import Generated, LoanState, Piece
 
-# Seconds between two reports of a working engine. Tokens that a killed engine has not reported are generated again:
-# those of at most this time, a few tokens of each turn. A report of 16 turns is 1.5 kB; encoding takes 2 us, and
-# decoding 10 us.
+# Seconds between two reports of a working engine. If an engine is killed, its unreported tokens are generated again: a
+# few tokens per turn, from this time at most. A report of 16 turns has 1.5 kB, and takes 2 us to encode and 10 us to
+# decode.
 REPORT_SECONDS = 0.05
-SILENT_SECONDS = 1.0  # between two reports of an engine that has turns to make and may make no progress
+SILENT_SECONDS = 1.0  # between two reports of an engine with turns that may make no progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,22 @@ class Sampled:
     turn: str
     tokens: list[int]
     logprobs: list[float]  # one per token
-    prefilled_tokens: int  # prompt tokens computed for it, prefix-cache hits excluded; 0 after its first token
+    prefilled_tokens: int  # prompt tokens computed for the turn, without prefix-cache hits; 0 after its first token
     ended: bool
 
 
 class Report:
-    """Grows with each iteration, and starts anew when it is taken."""
+    """The next report. It collects iterations, and is empty again after `take`."""
 
     def __init__(self, now: float) -> None:
         self._pieces: list[Piece] = []
-        self._latest: dict[str, Piece] = {}  # of each turn
+        self._latest: dict[str, Piece] = {}  # the last piece of each turn
         self._ended: list[str] = []
         self._iterations = self._prefilled_tokens = self._generated_tokens = 0
         self._told_iterations, self._told_at = 0, now
 
     def iteration(self, sampled: Iterable[Sampled], version: int) -> None:
-        """Add an iteration with the weights of this version."""
+        """Add an iteration that used weights of this version."""
         self._iterations += 1
         for part in sampled:
             self._prefilled_tokens += part.prefilled_tokens
@@ -54,14 +54,14 @@ class Report:
         self._ended.append(turn)
 
     def due(self, now: float) -> bool:
-        """Whether to report now: the end of a turn at once, tokens and counters when there are some and the interval
-        has passed. Iterations are reported even without tokens: a silent engine counts as lost."""
+        """Whether to report now. The end of a turn is due at once, tokens and counters after the interval. Iterations
+        are reported even without tokens, since a silent engine counts as lost."""
         if self._ended:
             return True
         return self._iterations > self._told_iterations and now - self._told_at >= REPORT_SECONDS
 
     def silent(self, now: float) -> bool:
-        """Whether to send a sign of life, though there is nothing to report."""
+        """Whether to send an empty report as a sign of life."""
         return now - self._told_at >= SILENT_SECONDS
 
     def take(self, now: float, busy_seconds: float, loan: LoanState | None = None) -> Generated:

@@ -1,4 +1,4 @@
-"""vLLM's own extension point for weight updates, filled with our shared-memory buffers.
+"""vLLM's extension point for weight updates, implemented with the shared-memory buffers.
 
 Invariant: messages to a worker of vLLM are plain numbers, so each process of an engine on several GPUs finds the
 buffers by itself. Weights are on the device when an update returns.
@@ -31,7 +31,7 @@ _BACKEND = "libra_shm"
 
 @dataclass
 class BufferInfo(WeightTransferInitInfo):
-    """Place of the buffers: a file that process `pid` holds open."""
+    """Place of the buffers: an open file of process `pid`."""
 
     pid: int
     descriptor: int
@@ -46,7 +46,7 @@ class VersionInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
-    """Hands the weights of a buffer to vLLM, as a complete layerwise reload. Buffers are verified before it begins."""
+    """Loads the weights of a buffer into vLLM as a complete layerwise reload. Callers verify the buffer before."""
 
     init_info_cls = BufferInfo
     update_info_cls = VersionInfo
@@ -81,20 +81,20 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
 
     @staticmethod
     def trainer_send_weights(*_: object, **__: object) -> None:
-        """Raises: trainers write into the buffers. vLLM 0.26 requires the method."""
+        """Raise `NotImplementedError`: trainers write into the buffers. vLLM 0.26 requires the method."""
         raise NotImplementedError("weights are published in shared memory")
 
 
 def _pack_tied_output(model: torch.nn.Module) -> None:
-    """Pack an output layer that is tied to the embeddings: on CPU it multiplies by a packed copy, which a reload of the
-    embeddings leaves behind."""
+    """Pack an output layer that is tied to the embeddings. On CPU it multiplies by a packed copy of the embeddings,
+    which a reload does not update."""
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and model.config.tie_word_embeddings:
             layer.quant_method.process_weights_after_loading(layer)
 
 
 class KnowsSharedMemory:
-    """Extension of vLLM's worker: a worker in a process of its own imports this, which registers the transfer."""
+    """Extension of vLLM's worker. A worker in a separate process imports this module, which registers the transfer."""
 
 
 WeightTransferEngineFactory.register_engine(_BACKEND, SharedMemoryTransfer)
@@ -103,5 +103,5 @@ WORKER_EXTENSION = f"{KnowsSharedMemory.__module__}.{KnowsSharedMemory.__qualnam
 
 
 def take_turns(worker: Any, in_turns: TurnTaking) -> None:
-    """Have a worker in this process wrap its weight loading in turns."""
+    """Have a worker in this process wrap its weight loading with `in_turns`."""
     worker.weight_transfer_engine.in_turns = in_turns

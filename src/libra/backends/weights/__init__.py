@@ -1,1 +1,1 @@
-"""Weights as parts of numbers: exact deltas, and copies between nodes."""
+"""Exact deltas between versions of weights, and copies of weights between nodes."""

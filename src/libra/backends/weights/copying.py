@@ -1,7 +1,8 @@
-"""Weights from one node's memory to another's in one piece: all of them, or the changes since the version before.
+"""Copies weights from one node's memory to another's, either all of them or the changes since the previous version.
 
-Invariant: the way whose last use took less time is chosen, the other way is tried again from time to time, and both
-give the same bytes. So a fast network carries everything, and a slow network carries deltas, without configuration.
+Invariant: the way that took less time at its last use is chosen, and the other way is tried again from time to time.
+Both result in the same bytes. So a fast network carries all weights, and a slow network carries deltas, without
+configuration.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from libra.backends.weights.grid import Grid
 
 Way = Literal["everything", "delta"]
 
-_AGAIN = 16  # copies after which the slower way is tried again, since learning rates fall and links get busy
+_AGAIN = 16  # copies after which the slower way is tried again, since learning rates and networks change
 _LENGTH = struct.Struct("<I")
 
 
 def difference(base: Vector, new: Vector) -> Vector:
-    """Delta between the bytes of two versions: for each chunk a length, then its delta, or all its bytes if those are
+    """Delta between the bytes of two versions. Each chunk has a length, then its delta, or all its bytes if these are
     fewer. Bytes are treated as 16-bit numbers, which is exact, and hardly larger for fp32."""
     grid, parts = Grid(len(base), "bfloat16"), list[bytes]()
     for number in range(len(grid)):
@@ -35,7 +36,8 @@ def difference(base: Vector, new: Vector) -> Vector:
 
 
 def add_difference(difference: Vector, base: Vector, into: Vector) -> None:
-    """Write the other version. Raises `WeightUpdateError` if the difference does not fit, with `into` undefined."""
+    """Write the new version into `into`. Raises `WeightUpdateError` if the delta does not fit; `into` is then
+    undefined."""
     grid, rest = Grid(len(base), "bfloat16"), difference.data.cast("B")
     try:
         for number in range(len(grid)):
@@ -57,7 +59,7 @@ class CopyChoice:
 
     def __init__(self) -> None:
         self._seconds: dict[Way, float] = {}
-        self._copies = 0  # since both were known, or the slower was last done
+        self._copies = 0  # since both times were known, or since the slower way was used
 
     def next(self) -> Way:
         """The way of copying to a node that has the previous version. Nodes without a version get everything."""

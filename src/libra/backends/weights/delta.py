@@ -1,14 +1,14 @@
 """Deltas: the exact changes of a range of weights from one version to the next, in few bytes.
 
-Invariant: from the old numbers of which it was made, a delta gives the new numbers exactly, for all bit patterns (NaN,
--0 and infinity included). From other numbers it gives wrong numbers, so the receiver compares checksums. Bytes that do
-not decode raise `DeltaError`, and never write to a wrong place in memory.
+Invariant: applied to the old numbers, a delta results in exactly the new numbers, for all bit patterns (including NaN,
+-0 and infinity). Applied to other numbers it results in wrong numbers, so the receiver compares checksums. Bytes that
+are not a delta raise `DeltaError`, and never write to a wrong place in memory.
 
-A step of reinforcement learning is small compared with the last bit of a bf16 number: at a learning rate of 1e-6 one
-number in a hundred changes, and mostly to its neighbour. So a delta has the places of changed numbers, as gaps of one
-byte (255: that gap, and the next byte adds to it). It also has the number of representable values that each number
-moved, as a mostly small integer (zigzag, a plane for each byte). zlib Huffman-codes both with runs: they repeat no
-strings, and a search for repeated strings takes five times as long.
+A step of reinforcement learning is small compared with the last bit of a bf16 number. At a learning rate of 1e-6 one
+number in a hundred changes, and mostly to its neighbour. So a delta has the places of the changed numbers, as gaps of
+one byte (255 is a gap to which the next byte adds). It also has the distance that each number moved, in representable
+values, as a mostly small integer (zigzag, with a plane for each byte). zlib compresses both with Huffman codes and
+runs. They contain no repeated strings, and a search for such strings takes five times as long.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]  # the bits of bf16 or fp32 numbers
 
-_HEAD = struct.Struct("<II")  # numbers that changed, bytes of gaps
+_HEAD = struct.Struct("<II")  # number of changed numbers, bytes of gaps
 _ESCAPE = 255
 
 
 class DeltaError(RuntimeError):
-    """The bytes that arrived are no delta of these numbers."""
+    """The received bytes are not a delta of these numbers."""
 
 
 def encode(base: Numbers, new: Numbers) -> bytes:
-    """The delta that leads from `base` to `new`, [numbers] each; empty where they are equal."""
+    """The delta from `base` to `new`, [numbers] each; empty if they are equal."""
     changed = np.flatnonzero(base != new)
     count = len(changed)
     if count == 0:
@@ -45,7 +45,7 @@ def encode(base: Numbers, new: Numbers) -> bytes:
 
 
 def apply(delta: bytes | memoryview, base: Numbers, into: Numbers) -> None:
-    """Write the new numbers; `into` may be `base` itself. Raises `DeltaError`, with `into` undefined."""
+    """Write the new numbers into `into`, which may be `base`. Raises `DeltaError`; `into` is then undefined."""
     if into is not base:
         np.copyto(into, base)
     data = memoryview(delta)
@@ -56,7 +56,7 @@ def apply(delta: bytes | memoryview, base: Numbers, into: Numbers) -> None:
 
 
 def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.signedinteger]]:
-    """Places in rising order, and the distance that each number moves."""
+    """Places in increasing order, and the distance that each number moves."""
     if data.nbytes < _HEAD.size:
         raise DeltaError(f"{data.nbytes} bytes are not a delta")
     count, length = _HEAD.unpack_from(data)
@@ -75,7 +75,7 @@ def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], np
     gaps = np.frombuffer(raw, np.uint8, length)
     places = _places(gaps, count)
     if len(places) != count or gaps[-1] == _ESCAPE or places[-1] >= len(base):
-        raise DeltaError(f"a delta of {count} numbers has other places than in {len(base)} numbers")
+        raise DeltaError(f"a delta of {count} numbers has places that do not fit {len(base)} numbers")
     planes = np.frombuffer(raw, np.uint8, offset=length).reshape(base.itemsize, count)
     moved = np.empty((count, base.itemsize), np.uint8)
     moved[:] = planes.T
@@ -83,7 +83,7 @@ def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], np
 
 
 def _gaps(changed: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
-    """Unchanged numbers before each place, one byte or more each."""
+    """Unchanged numbers before each changed one, as one or more bytes each."""
     gaps = np.empty(len(changed), np.int32)
     gaps[0] = changed[0]
     np.subtract(changed[1:], changed[:-1], out=gaps[1:], casting="same_kind")
@@ -98,8 +98,8 @@ def _gaps(changed: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
 
 
 def _places(gaps: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.int32]:
-    """The inverse of `_gaps`. A byte that ends a gap also counts the changed number."""
-    if len(gaps) == count:  # none is longer than a byte
+    """The inverse of `_gaps`. The last byte of a gap also counts the changed number."""
+    if len(gaps) == count:  # every gap has one byte
         steps = np.cumsum(gaps, dtype=np.int32)
         steps += np.arange(count, dtype=np.int32)
         return steps
@@ -111,7 +111,8 @@ def _places(gaps: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.int32]:
 
 
 def _ordered(bits: npt.NDArray[np.unsignedinteger | np.signedinteger]) -> npt.NDArray[np.signedinteger]:
-    """Bit patterns of floats as integers in the order of the numbers, -0 just before 0, or back: it undoes itself."""
+    """Bit patterns of floats as integers in the order of the numbers, with -0 just before 0. The function is its
+    inverse."""
     signed = bits.view(f"i{bits.itemsize}")
     flip = signed >> (8 * bits.itemsize - 1)
     flip &= np.iinfo(signed.dtype).max
@@ -120,7 +121,7 @@ def _ordered(bits: npt.NDArray[np.unsignedinteger | np.signedinteger]) -> npt.ND
 
 
 def _zigzag(moved: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.unsignedinteger]:
-    """-1, 1, -2, 2 ... as 1, 2, 3, 4 ..."""
+    """Map -1, 1, -2, 2 ... to 1, 2, 3, 4 ..."""
     sign = moved >> (8 * moved.itemsize - 1)
     sign ^= moved << 1
     return sign.view(f"u{moved.itemsize}")

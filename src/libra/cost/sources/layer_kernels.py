@@ -201,7 +201,7 @@ class LayerKernels:
         return self.model.experts.width(self.model.hidden)
 
     def decode_beside_experts(self, tokens: Array, cached: Array) -> Array:
-        """The work of an attention rank whose FFN ranks have the experts: layers with experts, without the experts
+        """The work of an attention rank if FFN ranks have the experts: layers with experts, without the experts
         themselves, and layers without an MLP. Arguments are those of `decode_attention`.
         """
         return self._beside(tokens, lambda mixer: self._decode(mixer, tokens, cached))

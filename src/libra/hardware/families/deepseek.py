@@ -1,4 +1,4 @@
-"""DeepSeek and similar families: latent attention, indexers, compressed keys. Kimi and GLM-5 use the same fields."""
+"""DeepSeek and similar families: latent attention, indexers, compressed keys. Kimi and GLM-5 have the same fields."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from libra.hardware.mlp import MLP, Experts
 
 
 def deepseek(fields: Fields) -> Stack:
-    """DeepSeek-V2 to V3.1 and Kimi K2: the same latent attention in all layers, or plain (`use_mla`: false)."""
-    for field in ("head_dim", "qk_head_dim"):  # copies of sums of others
+    """DeepSeek-V2 to V3.1 and Kimi K2: the same latent attention in all layers, or with `use_mla` false, plain
+    attention."""
+    for field in ("head_dim", "qk_head_dim"):  # repeat sums of other fields
         fields.value(field)
     if fields.flag("use_mla", otherwise=True):
         return deepseek_layers(fields, [latent(fields)] * layer_count(fields))
@@ -24,10 +25,10 @@ def deepseek(fields: Fields) -> Stack:
 
 
 def longcat(fields: Fields) -> Stack:
-    """LongCat-Flash: a layer has two pairs of latent attention and MLP, and experts in parallel. Some of a token's
-    experts compute nothing; the average number of the others is counted.
+    """LongCat-Flash: a layer has two pairs of latent attention and MLP, and experts in parallel to them. Some of a
+    token's experts compute nothing, so the average number of the others counts as active.
     """
-    fields.value("head_dim")  # a copy of another
+    fields.value("head_dim")  # repeats another field
     attending = LayerKind(latent(fields), MLP(fields.count("ffn_hidden_size")))
     count, idle = fields.count("n_routed_experts"), fields.count("zero_expert_num", minimum=0, otherwise=0)
     active = fields.count(fields.first("moe_topk", "num_experts_per_tok"))
@@ -44,7 +45,7 @@ def dense_latent(fields: Fields) -> Stack:
 
 
 def indexed(fields: Fields) -> Stack:
-    """DeepSeek-V3.2 and GLM-5: an indexer chooses the keys; some layers use an earlier layer's indexer
+    """DeepSeek-V3.2 and GLM-5: an indexer chooses the keys. Some layers use an earlier layer's indexer
     (`indexer_types`).
     """
     layers, topk = layer_count(fields), fields.count("index_topk")
@@ -77,7 +78,7 @@ def deepseek_v4(fields: Fields) -> Stack:
         ratios = _ratios(fields, layers)
     if ratios is None or len(ratios) < layers:
         raise fields.error("compress_ratios", f"expected a number for each of {layers} layers; add them")
-    for field in ("num_key_value_heads", "intermediate_size"):  # one head, and a copy of the experts' width
+    for field in ("num_key_value_heads", "intermediate_size"):  # one head, and a repetition of the experts' width
         fields.value(field)
     mixers = {ratio: _compressed(fields, ratio) for ratio in set(ratios[:layers])}
     streams = fields.count("hc_mult", otherwise=4)
@@ -98,7 +99,7 @@ _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_co
 
 
 def _ratios(fields: Fields, layers: int) -> list[int] | None:
-    """Ratios by `layer_types`, in Transformers' form; None without these."""
+    """Ratios from `layer_types`, Transformers' form; None without this field."""
     rates = fields.part("compress_rates")
     types = fields.pattern("layer_types", layers)
     if types is None:
@@ -109,9 +110,8 @@ def _ratios(fields: Fields, layers: int) -> list[int] | None:
 
 
 def _compressed(fields: Fields, ratio: int) -> CompressedAttention:
-    """The attention of layers with this ratio. With a small ratio (4 in the paper), an indexer chooses among the
-    vectors.
-    """
+    """The attention of layers with this ratio. With the small ratio 4, an indexer chooses among the compressed
+    vectors."""
     if ratio not in (0, 4, 128):
         raise fields.error("compress_ratios", f"{ratio} is not supported; known are 0, 4 and 128")
     chooses = ratio == 4

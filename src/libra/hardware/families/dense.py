@@ -1,4 +1,4 @@
-"""Families of grouped-query attention with one dense MLP in each layer."""
+"""Families with grouped-query attention and one dense MLP in each layer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from libra.hardware.mlp import MLP
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Options of a family; calling the value reads the layers of a configuration."""
+    """Options of a family. Calling the value reads the layers of a configuration."""
 
-    qkv_bias: bool | str = False  # or the field that says so
-    out_bias: str | None = None  # the field that says whether the output projection has a bias
+    qkv_bias: bool | str = False  # or the name of the field with the value
+    out_bias: str | None = None  # name of the field that tells whether the output projection has a bias
     mlp_bias: str | None = None
     qk_norm: Norm = "none"
-    own_head_dim: bool = False  # head_dim is required
+    own_head_dim: bool = False  # whether head_dim is required
     norms: int = 2
-    windows: Literal["none", "all", "switch"] = "none"  # all: wherever a width is given; switch: Qwen's
-    every: int = 0  # each that many layers see all keys, where layer_types are not given
-    pattern: str = "sliding_window_pattern"  # field of `every`
+    windows: Literal["none", "all", "switch"] = "none"  # all: if a width is given; switch: by Qwen's fields
+    every: int = 0  # without layer_types, each `every`-th layer sees all keys
+    pattern: str = "sliding_window_pattern"  # name of the field with `every`
     gated: bool = True
-    layer_norm: bool = False  # norms have a bias, too
-    norm_field: str | None = None  # the field that says whether there are norms of queries and keys
+    layer_norm: bool = False  # whether norms have a bias, too
+    norm_field: str | None = None  # name of the field that tells whether queries and keys have norms
 
     def __call__(self, fields: Fields) -> Stack:
         layers, hidden = layer_count(fields), fields.count("hidden_size")
@@ -72,7 +72,7 @@ class Dense:
 
 
 def nemotron_nas(fields: Fields) -> Stack:
-    """Layers whose attention or MLP was removed, replaced or narrowed by a search (`block_configs`)."""
+    """Nemotron-NAS: a search has removed, replaced or narrowed the attention or MLP of layers (`block_configs`)."""
     layers, hidden, heads = layer_count(fields), fields.count("hidden_size"), fields.count("num_attention_heads")
     dim = head_dim(fields, heads)
     blocks = fields.pattern("block_configs", layers)
@@ -103,7 +103,8 @@ def nemotron_nas(fields: Fields) -> Stack:
 
 
 def _intermediate(fields: Fields, hidden: int) -> int:
-    """Width of an MLP: given, or a multiple of the hidden width, rounded up to 256 (vLLM, `nemotron_nas`)."""
+    """Width of an MLP: given, or a multiple of the hidden width, rounded up to a multiple of 256 (vLLM,
+    `nemotron_nas`)."""
     if not fields.given("ffn_mult"):
         return fields.count("intermediate_size")
     factor = fields.value("ffn_mult")

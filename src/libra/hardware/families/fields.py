@@ -1,4 +1,4 @@
-"""Fields of a configuration, with a record of the fields that were read.
+"""Fields of a configuration, with a record of which fields were read.
 
 Invariant: an error begins with the field's path. A field that may change a shape is either read or reported as unread.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 from libra.config.yaml_file import shown
 
-_MOST = 2**26  # above any size, context or vocabulary of today
-# Names of fields that give a shape, and of those among them that do not: positions, initial values, training, layers
-# that predict further tokens, which are not part of a model.
+_MOST = 2**26  # larger than any present size, context or vocabulary
+# Field names that describe a shape, and exceptions that do not: positions, initial values, training, and layers that
+# predict further tokens, which are not part of a model.
 _SHAPE = re.compile(r"dim|size|rank|heads|layers|experts|latent|width|depth|kernel|groups|ratio")
 _HARMLESS = re.compile(
     r"nextn|mtp|rotary|rope|init|window_layers|chunk_size_feed|ep_size|expand|vocab_size_|scale|scaling|routing|dropout"
@@ -23,7 +23,7 @@ _HARMLESS = re.compile(
 
 
 class Fields:
-    """The fields of one object of a configuration. `defaults` are the defaults of the family's class."""
+    """The fields of one object in a configuration. `defaults` are those of the family's class."""
 
     def __init__(self, data: Mapping[str, Any], path: str = "", defaults: Mapping[str, Any] | None = None) -> None:
         self.data, self.path, self._defaults = data, path, dict(defaults or {})
@@ -32,11 +32,11 @@ class Fields:
         self._parts: list[Fields] = []
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> None:
-        """Set the values of absent fields."""
+        """Set values for absent fields."""
         self._defaults = {**self._defaults, **defaults}
 
     def value(self, field: str) -> Any:
-        """The unchecked value; None if the field is absent."""
+        """The unchecked value of a field; None if it is absent."""
         self._read.add(field)
         given = self.data.get(field)
         if given is None and field in self._defaults:
@@ -44,23 +44,23 @@ class Fields:
         return given
 
     def assume(self, field: str, value: Any) -> None:
-        """Report in a note that an absent field is assumed to have this value."""
+        """Record that this value is assumed for an absent field, for a note."""
         self._assumed[field] = value
 
     def given(self, field: str) -> bool:
         return self.value(field) is not None
 
     def error(self, field: str, text: str) -> ValueError:
-        """An error on the field."""
+        """An error that begins with the field's path."""
         return ValueError(f"{self.path}{field}: {text}")
 
     def first(self, *names: str) -> str:
-        """The first of these names that is present; if none is, the first name."""
+        """The first of these names whose field is present; if none is, the first name."""
         found = [name for name in names if self.given(name)]
         return found[0] if found else names[0]
 
     def count(self, field: str, minimum: int = 1, otherwise: int | None = None) -> int:
-        """A whole number. `otherwise` is the value of an absent field; None: the field is required."""
+        """A whole number. `otherwise` is the value if the field is absent; None means that the field is required."""
         value = self.value(field)
         if value is None:
             if otherwise is None:
@@ -101,7 +101,7 @@ class Fields:
         return value
 
     def pattern(self, field: str, length: int) -> list[Any] | None:
-        """A list with an entry for each of `length` layers, or more entries; None if the field is absent."""
+        """A list with at least `length` entries, cut to one entry per layer; None if the field is absent."""
         value = self.value(field)
         if value is None:
             return None
@@ -122,7 +122,7 @@ class Fields:
         return found
 
     def refuse(self, field: str, why: str) -> None:
-        """Raise ValueError if the field is present and neither false, 0 nor empty."""
+        """Raise `ValueError` if the field is present and is not false, 0 or empty."""
         if self.value(field):
             raise self.error(field, f"{shown(self.value(field))} is not supported: {why}")
 
@@ -135,7 +135,7 @@ class Fields:
             yield from part.unread()
 
     def assumed(self) -> Iterator[tuple[str, Any]]:
-        """Paths and values of shape fields that are absent in the checkpoint and come from the family's class."""
+        """Paths and values of shape fields that the checkpoint lacks and the family's class provides."""
         for name, value in self._assumed.items():
             if _SHAPE.search(name):
                 yield f"{self.path}{name}", value

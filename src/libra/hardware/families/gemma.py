@@ -43,9 +43,8 @@ def gemma4(fields: Fields) -> Stack:
 
 
 def _experts(fields: Fields) -> Experts:
-    """Routed experts in addition to the MLP, which every token passes. The router has a scale for each input and
-    output.
-    """
+    """Routed experts in addition to the MLP, which all tokens pass. The router has a scale for each input and
+    output."""
     count = fields.count("num_experts")
     return Experts(
         count,

@@ -23,7 +23,7 @@ def state_bytes(fields: Fields, otherwise: int, *names: str) -> int:
 
 
 def _kinds(fields: Fields, layers: int, every: int) -> list[str]:
-    """`layer_types`, or attention in each `full_attention_interval`-th layer."""
+    """`layer_types`; without this field, attention in each `full_attention_interval`-th layer."""
     types = fields.pattern("layer_types", layers)
     if types is None:
         step = fields.count("full_attention_interval", otherwise=every)
@@ -64,7 +64,8 @@ def qwen_next(fields: Fields) -> Stack:
 
 
 def olmo_hybrid(fields: Fields) -> Stack:
-    """OLMo Hybrid: gated delta networks with as many heads by default, and attention in each fourth layer."""
+    """OLMo Hybrid: gated delta networks, by default with as many heads as attention, and attention in each fourth
+    layer."""
     layers, bias, heads = layer_count(fields), fields.flag("attention_bias"), fields.count("num_attention_heads")
     full = attention(fields, qk_norm="layer", qkv_bias=bias, out_bias=bias)
     keys = fields.count("linear_num_key_heads", otherwise=heads)
@@ -81,9 +82,9 @@ def olmo_hybrid(fields: Fields) -> Stack:
 
 
 def kimi_linear(fields: Fields) -> Stack:
-    """Kimi Linear and K3: delta attention in the layers that `linear_attn_config` lists, from 1."""
+    """Kimi Linear and K3: delta attention in the layers that `linear_attn_config` lists, numbered from 1."""
     layers, hidden = layer_count(fields), fields.count("hidden_size")
-    for field in ("head_dim", "qk_head_dim"):  # of the part of queries that has positions
+    for field in ("head_dim", "qk_head_dim"):  # width of the part of queries with positions
         fields.value(field)
     state, listed = _kimi_states(fields, layers)
     attending = gated_latent(fields)
@@ -94,14 +95,14 @@ def kimi_linear(fields: Fields) -> Stack:
     step = fields.count("moe_layer_freq", otherwise=1)
     sparse = {it for it in range(layers) if (types[it] == "sparse" if types else it >= first and it % step == 0)}
     mixers: list[Mixer] = [state if layer + 1 in listed else attending for layer in range(layers)]
-    # Residuals of attention over blocks: a norm and a vector before each half of a layer, and after the last one.
+    # Residual attention over blocks has a norm and a vector before each half of a layer, and after the last layer.
     other = 4 * hidden if blocks else 0
     made = with_experts(fields, mixers, sparse.__contains__, experts, other=other)
     return Stack(made, 2 * hidden if blocks else 0)
 
 
 def _kimi_states(fields: Fields, layers: int) -> tuple[KimiDelta, set[int]]:
-    """The state, and the layers that have a state, numbered from 1; in the published form or in Transformers' form."""
+    """The delta attention, and the numbers of its layers from 1. Reads the published form and Transformers' form."""
     linear = fields.part("linear_attn_config")
     if linear is None and fields.given("linear_num_heads"):
         kinds = _kinds(fields, layers, 4)
@@ -245,7 +246,7 @@ def _lfm2_width(fields: Fields) -> int:
 
 
 def minimax(fields: Fields) -> Stack:
-    """MiniMax-Text-01 and M1: lightning attention where `attn_type_list` has 0, and experts in every layer."""
+    """MiniMax-Text-01 and M1: lightning attention in layers with 0 in `attn_type_list`, and experts in every layer."""
     layers = layer_count(fields)
     types = fields.pattern("attn_type_list", layers)
     if types is None:

@@ -1,6 +1,6 @@
 """The known families: a reader of layers for each `model_type`, and the class's values for missing fields. Families
-whose fields have the same meaning share a reader. A new family needs a line here, and a new reader only if its layers
-differ.
+whose fields have the same meaning share a reader. To add a family, add a line here; it needs a new reader only if its
+layers differ.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2_moe": Family(lfm2, ("Lfm2MoeForCausalLM",), _TIED),
 }
 
-# Families of language models by the family of the wrapper, where the wrapped configuration names none.
+# Families of the language model, by the family of a wrapper whose inner configuration names none.
 WRAPPED: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "glm4v": "glm4v_text",

@@ -1,4 +1,4 @@
-"""Families of grouped-query attention with experts."""
+"""Families with grouped-query attention and experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from libra.hardware.mlp import Experts
 
 
 def qwen_moe(fields: Fields, *, qkv_bias: bool, qk_norm: Norm, own_head_dim: bool) -> Stack:
-    """Qwen's experts: each `decoder_sparse_step`-th layer; Qwen 2 has shared ones with a gate."""
+    """Qwen: experts in each `decoder_sparse_step`-th layer. Qwen 2 also has shared experts with a gate."""
     layers = layer_count(fields)
     bias = fields.flag("qkv_bias", otherwise=qkv_bias) or fields.flag("attention_bias")
     options: dict[str, Any] = {
@@ -53,7 +53,7 @@ def qwen_experts(fields: Fields) -> Experts:
 
 
 def mixtral(fields: Fields) -> Stack:
-    """Experts of width `intermediate_size` in every layer."""
+    """Mixtral and Granite: experts of width `intermediate_size` in every layer."""
     layers = layer_count(fields)
     shared = fields.count("shared_intermediate_size", minimum=0, otherwise=0)
     experts = Experts(
@@ -72,7 +72,7 @@ def mixtral(fields: Fields) -> Stack:
 
 
 def olmoe(fields: Fields) -> Stack:
-    """Norms over all queries and keys of a token, and experts in every layer."""
+    """OLMoE: norms over all queries and all keys of a token, and experts in every layer."""
     experts = Experts(
         fields.count("num_experts"), fields.count("num_experts_per_tok"), fields.count("intermediate_size")
     )
@@ -82,7 +82,7 @@ def olmoe(fields: Fields) -> Stack:
 
 
 def glm4_moe(fields: Fields) -> Stack:
-    """GLM-4.5 to 4.7, dots and others with DeepSeek's experts."""
+    """GLM-4.5 to 4.7, dots and other families with DeepSeek's experts."""
     mixer = attention(
         fields,
         qkv_bias=fields.flag("attention_bias"),
@@ -102,7 +102,7 @@ def dots(fields: Fields) -> Stack:
 
 
 def deepseek_layers(fields: Fields, mixers: list[Mixer], **options: Any) -> Stack:
-    """Layers with DeepSeek's experts after the first dense ones."""
+    """Layers with DeepSeek's experts after the first dense layers."""
     sparse = deepseek_sparse(fields)
     some = any(map(sparse, range(len(mixers))))
     return Stack(with_experts(fields, mixers, sparse, deepseek_experts(fields, **options) if some else None))
@@ -110,18 +110,18 @@ def deepseek_layers(fields: Fields, mixers: list[Mixer], **options: Any) -> Stac
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Options of a family with plain attention and the usual fields of experts; calling the value reads the layers of a
+    """Options of a family with plain attention and the usual fields of experts. Calling the value reads the layers of a
     configuration.
     """
 
-    qkv_bias: bool | str = False  # or the field that says so
+    qkv_bias: bool | str = False  # or the name of the field with the value
     out_bias: str | None = None
     qk_norm: Norm = "none"
-    norm_field: str | None = None  # the field that says whether there are norms of queries and keys
+    norm_field: str | None = None  # name of the field that tells whether queries and keys have norms
     gate: Literal["none", "head", "channel"] = "none"
     norms: int = 2
-    every: int = 0  # each that many layers see all keys, where layer_types are not given
-    layer_norm: bool = False  # norms have a bias, too
+    every: int = 0  # without layer_types, each `every`-th layer sees all keys
+    layer_norm: bool = False  # whether norms have a bias, too
 
     def __call__(self, fields: Fields) -> Stack:
         layers, hidden = layer_count(fields), fields.count("hidden_size")
@@ -145,7 +145,7 @@ class Sparse:
 
 
 def usual_experts(fields: Fields) -> Experts:
-    """Experts by the usual names of their number and width."""
+    """Experts from the usual fields for their number and width."""
     width = fields.count(fields.first("moe_intermediate_size", "intermediate_size"))
     each = fields.count("moe_shared_expert_intermediate_size", otherwise=width)
     shared = each * fields.count(fields.first("num_shared_experts", "n_shared_experts"), minimum=0, otherwise=0)
@@ -160,7 +160,7 @@ def usual_experts(fields: Fields) -> Experts:
 
 
 def usual_sparse(fields: Fields) -> Callable[[int], bool]:
-    """Whether a layer has experts: those of `mlp_layer_types`, or all after the first dense ones."""
+    """A test for layers with experts: those in `mlp_layer_types`, or all after the first dense layers."""
     types = fields.pattern("mlp_layer_types", layer_count(fields))
     if types is not None:
         return lambda layer: types[layer] == "sparse"
@@ -189,7 +189,7 @@ def ernie(fields: Fields) -> Stack:
 
 
 def hunyuan_moe(fields: Fields) -> Stack:
-    """Hunyuan: experts of one width in all layers, and shared ones."""
+    """Hunyuan: experts of one width in all layers, and shared experts."""
     layers, bias = layer_count(fields), fields.flag("attention_bias")
 
     def same(field: str, otherwise: int | None = None) -> int:

@@ -16,7 +16,7 @@ from libra.hardware.mlp import MLP, Experts
 
 
 def gpt_oss(fields: Fields) -> Stack:
-    """Windows in every other layer, sinks, and biases of all projections, experts and routers."""
+    """gpt-oss: windows in every other layer, sinks, and biases of all projections, experts and routers."""
     layers, bias = layer_count(fields), fields.flag("attention_bias", otherwise=True)
     if fields.given("layer_types"):
         found = reaches(fields, layers)
@@ -36,9 +36,9 @@ def gpt_oss(fields: Fields) -> Stack:
 
 
 def llama4(fields: Fields) -> Stack:
-    """Chunks except in every fourth layer, and experts in each `interleave_moe_layer_step`-th."""
+    """Llama 4: chunks except in every fourth layer, and experts in each `interleave_moe_layer_step`-th layer."""
     layers, bias = layer_count(fields), fields.flag("attention_bias")
-    fields.flag("use_qk_norm")  # it has no weights
+    fields.flag("use_qk_norm")  # these norms have no weights
     experts = Experts(
         fields.count("num_local_experts"),
         fields.count("num_experts_per_tok"),
@@ -72,7 +72,7 @@ def _llama4_sparse(fields: Fields, layers: int) -> Callable[[int], bool]:
 
 
 def minimax_m2(fields: Fields) -> Stack:
-    """Norms of all queries and keys of a token, and experts in every layer."""
+    """MiniMax-M2: norms over all queries and all keys of a token, and experts in every layer."""
     layers = layer_count(fields)
     types = fields.pattern("attn_type_list", layers)
     if types is not None and set(types) != {1}:
@@ -92,7 +92,7 @@ def minimax_m2(fields: Fields) -> Stack:
 
 
 def minimax_m3(fields: Fields) -> Stack:
-    """Attention to blocks of keys that an indexer chooses, after the first dense layers."""
+    """MiniMax-M3: attention to blocks of keys that an indexer chooses, after the first dense layers."""
     layers = layer_count(fields)
     fields.refuse("attention_output_gate", "only attention without a gate is supported")
     indexer, marks = _m3_indexer(fields, layers)
@@ -119,7 +119,7 @@ def minimax_m3(fields: Fields) -> Stack:
 
 
 def _m3_indexer(fields: Fields, layers: int) -> tuple[Indexer | None, list[Any]]:
-    """The indexer, and whether each layer has one: in the published form, or in Transformers'."""
+    """The indexer, and whether each layer has one. Reads the published form and Transformers' form."""
     part = fields.part("sparse_attention_config")
     if part is None:
         types = fields.pattern("layer_types", layers) or ["full_attention"] * layers
@@ -140,7 +140,7 @@ def _m3_indexer(fields: Fields, layers: int) -> tuple[Indexer | None, list[Any]]
 
 
 def mimo_v2(fields: Fields) -> Stack:
-    """Windows with other heads and sinks (`hybrid_layer_pattern`), and experts after the first layer."""
+    """MiMo-V2: windows with other heads and with sinks (`hybrid_layer_pattern`), and experts after the first layer."""
     layers = layer_count(fields)
     heads, kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
     dim, value = fields.count("head_dim"), fields.count("v_head_dim")
@@ -156,7 +156,7 @@ def mimo_v2(fields: Fields) -> Stack:
         sinks=fields.flag("add_swa_attention_sink_bias", otherwise=True),
     )
     fields.value("sliding_window_size")
-    fields.value("attention_chunk_size")  # vLLM and Transformers read the window's width elsewhere
+    fields.value("attention_chunk_size")  # not needed: vLLM and Transformers read the window's width elsewhere
     marks = fields.pattern("hybrid_layer_pattern", layers)
     if marks is None and fields.given("layer_types"):
         marks = [kind != "full_attention" for kind in fields.pattern("layer_types", layers) or []]
@@ -166,7 +166,7 @@ def mimo_v2(fields: Fields) -> Stack:
 
 
 def step(fields: Fields) -> Stack:
-    """Step-3.5 and 3.7: windows with other numbers of heads, a gate for each head, shared experts."""
+    """Step-3.5 and 3.7: windows with other numbers of heads, a gate for each head, and shared experts."""
     layers, bias = layer_count(fields), fields.flag("attention_bias")
     other = fields.part("attention_other_setting")
     usual = fields.count("num_attention_heads")

@@ -24,7 +24,7 @@ def layer_count(fields: Fields) -> int:
 
 
 def head_dim(fields: Fields, heads: int, required: bool = False) -> int:
-    """Width of a head: given, or the hidden width over the heads."""
+    """Width of a head: given, or the hidden width divided by the number of heads."""
     name = fields.first("head_dim", "attention_head_dim")
     if fields.given(name) or required:
         return fields.count(name)
@@ -47,7 +47,7 @@ def attention(
     sinks: bool = False,
     reach: Reach = ALL,
 ) -> Attention:
-    """Grouped-query attention by the usual fields. Without `num_key_value_heads` every head has its own keys."""
+    """Grouped-query attention from the usual fields. Without `num_key_value_heads` every head has its own keys."""
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", otherwise=heads)
     if not fields.given("num_key_value_heads"):
@@ -68,8 +68,8 @@ def attention(
 
 
 def latent(fields: Fields, **options: Any) -> LatentAttention:
-    """Latent attention by the fields of DeepSeek."""
-    fields.value("num_key_value_heads")  # that of the attention before it is absorbed
+    """Latent attention from DeepSeek's fields."""
+    fields.value("num_key_value_heads")  # of the attention before absorption, which is not needed
     return LatentAttention(
         heads=fields.count("num_attention_heads"),
         q_rank=fields.count("q_lora_rank", otherwise=0),
@@ -87,8 +87,8 @@ _WINDOW = ("sliding_attention", "sliding_window", "local", "sliding")
 
 
 def reaches(fields: Fields, layers: int, every: int = 0, window: str = "sliding_window") -> list[Reach]:
-    """The keys that each layer sees, by `layer_types`. Without this field, each `every`-th layer sees all keys, and the
-    other layers have a window (0: all layers have one). Without a window, all layers see all keys.
+    """The keys that each layer sees, from `layer_types`. Without this field, each `every`-th layer sees all keys, and
+    the others have a window (0: all layers have a window). Without a width, all layers see all keys.
     """
     width = fields.count(window, minimum=0, otherwise=0)
     windowed = Reach(width) if width else ALL
@@ -111,7 +111,7 @@ def _reach(fields: Fields, kind: Any, windowed: Reach) -> Reach:
 
 
 def switched_reaches(fields: Fields, layers: int) -> list[Reach]:
-    """Windows of Qwen: only with `use_sliding_window`, and only from layer `max_window_layers` on."""
+    """Windows from Qwen's fields: only with `use_sliding_window`, and only from layer `max_window_layers` on."""
     if not fields.flag("use_sliding_window"):
         types = fields.pattern("layer_types", layers) or []
         fields.count("sliding_window", minimum=0, otherwise=0)
@@ -126,9 +126,9 @@ def switched_reaches(fields: Fields, layers: int) -> list[Reach]:
 def with_experts(
     fields: Fields, mixers: list[Mixer], sparse: Callable[[int], bool], experts: Experts | None, **layer: int
 ) -> list[LayerKind]:
-    """Layers: those that `sparse` accepts have experts, the others an MLP of `intermediate_size`."""
+    """Layers with experts if `sparse` accepts them, otherwise with an MLP of width `intermediate_size`."""
     found = []
-    fields.value("intermediate_size")  # given also where every layer has experts
+    fields.value("intermediate_size")  # present even if every layer has experts
     for number, mixer in enumerate(mixers):
         if experts is not None and sparse(number):
             found.append(LayerKind(mixer, experts, **layer))
@@ -138,7 +138,7 @@ def with_experts(
 
 
 def deepseek_experts(fields: Fields, **options: Any) -> Experts:
-    """Experts by DeepSeek's fields, which many families use."""
+    """Experts from DeepSeek's fields, which many families have."""
     width = fields.count("moe_intermediate_size")
     shared = fields.count("n_shared_experts", minimum=0, otherwise=0)
     return Experts(
@@ -153,7 +153,7 @@ def deepseek_experts(fields: Fields, **options: Any) -> Experts:
 
 
 def deepseek_sparse(fields: Fields) -> Callable[[int], bool]:
-    """Whether a layer has experts: all from `first_k_dense_replace` on, or those of `mlp_layer_types`."""
+    """A test for layers with experts: all from `first_k_dense_replace` on, or those in `mlp_layer_types`."""
     layers = layer_count(fields)
     types = fields.pattern("mlp_layer_types", layers)
     if types is not None:
@@ -173,7 +173,7 @@ def deepseek_sparse(fields: Fields) -> Callable[[int], bool]:
 
 
 def qwen_sparse(fields: Fields) -> Callable[[int], bool]:
-    """Whether a layer has experts: each `decoder_sparse_step`-th, except those of `mlp_only_layers`."""
+    """A test for layers with experts: each `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     layers = layer_count(fields)
     step = fields.count("decoder_sparse_step", otherwise=1)
     dense = fields.value("mlp_only_layers") or []

@@ -1,8 +1,8 @@
 """Reader of unknown families by their fields.
 
-Invariant: a configuration of an unknown family is read only if other families have all fields that may change its
-shape; otherwise `model_file` refuses it. Norms and biases without a field are not counted: they are less than a
-thousandth of the parameters.
+Invariant: a configuration of an unknown family is read only if other families have all of its fields that may change
+the shape; otherwise `model_file` refuses it. Norms and biases without a field are not counted, since they are less than
+a thousandth of the parameters.
 """
 
 from __future__ import annotations

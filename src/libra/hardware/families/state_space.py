@@ -15,7 +15,7 @@ from libra.hardware.state_space import Mamba, Mamba2
 
 
 def granite_hybrid(fields: Fields) -> Stack:
-    """Granite 4: Mamba-2 and attention (`layer_types`), with experts in addition to an MLP that every token takes."""
+    """Granite 4: Mamba-2 and attention (`layer_types`), with experts in addition to an MLP that all tokens pass."""
     layers, bias = layer_count(fields), fields.flag("attention_bias")
     types = fields.pattern(fields.first("layer_types", "layers_block_type"), layers)
     if types is None or not all(kind in ("mamba", "linear_attention", "attention", "full_attention") for kind in types):
@@ -34,7 +34,7 @@ def granite_hybrid(fields: Fields) -> Stack:
 
 
 def falcon_h1(fields: Fields) -> Stack:
-    """Falcon-H1: attention and Mamba-2 in parallel, written as two layers of which the second has the MLP."""
+    """Falcon-H1: attention and Mamba-2 in parallel, represented as two layers of which the second has the MLP."""
     bias = fields.flag("attention_bias")
     full = LayerKind(attention(fields, qkv_bias=bias, out_bias=bias), None, norms=0)
     mlp = MLP(fields.count("intermediate_size"), bias=fields.flag("mlp_bias"))
@@ -43,7 +43,7 @@ def falcon_h1(fields: Fields) -> Stack:
 
 
 def mamba2(fields: Fields, normed: bool = True) -> Mamba2:
-    """Mamba-2 by the fields of Bamba."""
+    """Mamba-2 from Bamba's fields."""
     heads = fields.count("mamba_n_heads")
     inner = fields.count(
         "mamba_d_ssm", otherwise=fields.count("mamba_expand", otherwise=2) * fields.count("hidden_size")
@@ -76,7 +76,8 @@ def bamba(fields: Fields) -> Stack:
 
 
 def jamba(fields: Fields) -> Stack:
-    """Jamba: Mamba, attention in each `attn_layer_period`-th layer, experts in each `expert_layer_period`-th."""
+    """Jamba: Mamba, attention in each `attn_layer_period`-th layer, and experts in each `expert_layer_period`-th
+    layer."""
     hidden = fields.count("hidden_size")
     rank = fields.value("mamba_dt_rank")
     if rank in (None, "auto"):

@@ -12,7 +12,7 @@ from libra.hardware.families.fields import Fields
 
 
 def tower_parameters(top: Fields, hidden: int, note: Callable[[str], None]) -> int:
-    """Parameters of the tower of a wrapper whose language model has width `hidden`."""
+    """Parameters of the tower in a wrapper whose language model has width `hidden`."""
     vision = top.part("vision_config", whole=False)
     for field in ("audio_config", "sound_config"):
         if top.value(field):
@@ -31,7 +31,7 @@ def tower_parameters(top: Fields, hidden: int, note: Callable[[str], None]) -> i
 
 
 def _encoder(layers: int, width: int, inner: int, gated: bool = False, bias: bool = True, norm: int = 2) -> int:
-    """Layers of four square projections and an MLP; `norm` is 1 if norms have no bias."""
+    """Parameters of layers with four square projections and an MLP; `norm` is 1 if norms have no bias."""
     matrices = 4 * width * width + (3 if gated else 2) * width * inner
     biases = (4 * width + (2 if gated else 1) * inner + width) if bias else 0
     return layers * (matrices + biases + 2 * norm * width)
@@ -50,7 +50,7 @@ def _qwen3_vl(top: Fields, vision: Fields, hidden: int) -> int:
 
 
 def _qwen2_vl(top: Fields, vision: Fields, hidden: int) -> int:
-    """The towers of Qwen2-VL, whose `hidden_size` is that of the language model, and of Qwen2.5-VL."""
+    """The towers of Qwen2.5-VL, and of Qwen2-VL, whose `hidden_size` is the width of the language model."""
     older = vision.given("embed_dim")
     vision.with_defaults({"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 32})
     width = vision.count(vision.first("embed_dim", "hidden_size"))
@@ -68,7 +68,7 @@ def _kimi(top: Fields, vision: Fields, hidden: int) -> int:
     def count(name: str) -> int:
         return vision.count(vision.first(f"vt_{name}", name))
 
-    top.value("projection_hidden_size")  # the tower's own width
+    top.value("projection_hidden_size")  # equals the tower's own width
     width, inner, layers = count("hidden_size"), count("intermediate_size"), count("num_hidden_layers")
     kernel = vision.numbers("merge_kernel_size") or [2, 2]
     grid = vision.count(vision.first("init_pos_emb_height", "pos_emb_height"))
@@ -76,7 +76,7 @@ def _kimi(top: Fields, vision: Fields, hidden: int) -> int:
     merged = width * kernel[0] * kernel[1]
     project = merged * (merged + 1) + (merged + 1) * hidden
     patch = 3 * vision.count("patch_size") ** 2
-    if vision.value("norm_type") == "rmsnorm":  # Kimi K3: no biases, and queries, keys and values of their own width
+    if vision.value("norm_type") == "rmsnorm":  # Kimi K3: no biases, and another width of queries, keys and values
         qkv = vision.count("qkv_hidden_size", otherwise=width)
         each = 4 * width * qkv + 2 * width * inner + 2 * width
         return patch * width + grid * width + layers * each + width + project + width
@@ -144,7 +144,7 @@ def _minimax(top: Fields, vision: Fields, hidden: int) -> int:
 
 
 def _glm4v(top: Fields, vision: Fields, hidden: int) -> int:
-    """GLM-4.1V to 4.6V: MLPs of layers have the width of the language model, the merger that of `intermediate_size`."""
+    """GLM-4.1V to 4.6V: a layer's MLP is as wide as the language model, the merger as `intermediate_size`."""
     width, out, inner = (vision.count(it) for it in ("hidden_size", "out_hidden_size", "intermediate_size"))
     patch, merge = vision.count("patch_size"), vision.count("spatial_merge_size", otherwise=2)
     pixels = vision.count("in_channels", otherwise=3) * patch**2 * vision.count("temporal_patch_size", otherwise=2)
@@ -176,7 +176,7 @@ def _internvl(top: Fields, vision: Fields, hidden: int) -> int:
 
 
 def _side(vision: Fields, field: str) -> int:
-    """A size, given as a number or as a pair of equal numbers."""
+    """A size, given as a number or as a list of equal numbers."""
     value = vision.value(field)
     if isinstance(value, list) and value and all(it == value[0] for it in value) and type(value[0]) is int:
         return max(1, int(value[0]))

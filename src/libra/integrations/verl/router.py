@@ -30,7 +30,7 @@ class RouterFile(Section):
     router_class: str = ""  # key by which verl finds the class
     route: str = CMLFQ.NAME  # a policy of the catalogue, or path.py:Class
     sticky: bool = True
-    max_model_len: _Count = _UNBOUNDED  # tokens that each server holds
+    max_model_len: _Count = _UNBOUNDED  # tokens for which each server has room
     turn_tokens: _Count = 1024  # tokens that one turn needs beyond its context
     # Seconds after which a trajectory without turns is forgotten.
     idle_seconds: Annotated[float, Field(gt=0)] = IDLE_SECONDS

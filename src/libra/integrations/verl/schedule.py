@@ -23,8 +23,8 @@ _LOG = logging.getLogger(__name__)
 
 @register_policy("libra")
 class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
-    """`async_training.dynamic_schedule_policy=libra`. Requests are spread over activated replicas as by verl's own
-    policy."""
+    """`async_training.dynamic_schedule_policy=libra`. Spreads requests over activated replicas as verl's own policy
+    does."""
 
     def __init__(
         self, deactivate_ratio: float = 0.3, only_hybrid: bool = False, clock: Callable[[], float] = time.monotonic

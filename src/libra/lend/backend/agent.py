@@ -1,8 +1,8 @@
-"""The agent of a server: a process that starts the borrowing engine, and gives the lender's word for it.
+"""The agent of a server: a process that starts the borrowing engine, and renews the lender's word.
 
-Invariant: the lender's word is valid for a few seconds, and is renewed only while the certified server is alive and the
-borrower makes progress. So a loan ends by itself when this process is killed or stopped. A loan needs no controller: a
-controller may connect, disconnect and return, and the engine keeps its weights.
+Invariant: the lender's word permits borrowing for a few seconds. The agent renews the word only while the certified
+server is alive and the borrower makes progress. So a loan ends by itself when the agent is killed or stopped. A loan
+needs no controller: a controller may connect, disconnect and return, and the engine keeps its weights.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from libra.lend.backend.own_socket import bind_own
 from libra.lend.backend.record import open_record
 from libra.lend.backend.server_watch import ServerWatch
 
-_WORDS = 4  # in one lease
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a borrower that was lost is started again; doubles
-_LEAVES, _LOOK = 5.0, 0.05  # seconds in which the borrower of an agent that was killed has ended; between two looks
-_LOSSES = 5  # of borrowers that did not use a single grant: it will not work
+_WORDS = 4  # renewals of the word in one lease
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost borrower is started again; doubled after each loss
+_LEAVES, _LOOK = 5.0, 0.05  # seconds: most until the borrower of a killed agent has ended, and between two looks
+_LOSSES = 5  # borrowers in a row that ended without a grant, before the loan ends
 
 
 class LoanEndedError(RuntimeError):
-    """A started loan cannot continue. One line."""
+    """A started loan cannot continue. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class LendingPeriod:
     seconds: float
     lent: float  # share of the device's time
     grants: int
-    tokens: int  # that the steps computed
-    overstayed: int
-    over_bound: int
+    tokens: int  # computed by the steps
+    overstayed: int  # steps that ended after their grant
+    over_bound: int  # steps that took longer than their bound
     turns: int  # of the controller, in progress
-    requests: int  # of users, that arrived
+    requests: int  # users' requests that arrived
     live: int
     longest_step: float | None  # seconds (C); None: not known yet
     pace: float  # seconds a token (tau)
-    why: str | None  # reason why nothing was lent; None where something was, or there was nothing to compute
+    why: str | None  # reason why nothing was lent; None: something was lent, or the borrower had no work
 
 
 class LendingAgent:
@@ -71,12 +71,12 @@ class LendingAgent:
         self._engine = AgentEngine(lender, launcher, logs, told, self._word)
         self._before: tuple[float, BorrowerTally, int] | None = None
         self._unrecorded = False
-        self.why: str | None = "the borrower starts"  # reason why the word is not given
+        self.why: str | None = "the borrower starts"  # reason why the word is not renewed
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, lender: LoanOrder, logs: Path, told: Callable[[str], None]) -> AsyncIterator[LendingAgent]:
-        """Open the loan. Raises LendingError if the device must not be lent, LaunchError if no engine can be
+        """Open the loan. Raises LendingError if the device must not be lent, and LaunchError if no engine can be
         started.
         """
         token = LenderToken(lender.device)
@@ -85,7 +85,7 @@ class LendingAgent:
             await _nobody_borrows(lender.device, token)
             _make_way(lender.listen)
             if (record := lender.record) is not None:
-                os.close(open_record(record))  # a record that the borrower could not open is refused now
+                os.close(open_record(record))  # raises now, before the borrower tries to open the record
             async with LocalLauncher.open(logs) as launcher:
                 await launcher.ready()
                 agent = cls(lender, token, server, launcher, logs, told)
@@ -130,7 +130,7 @@ class LendingAgent:
 
     @property
     def borrower(self) -> int | None:
-        """The process of the engine, once it is ready."""
+        """Process ID of the engine; None until the engine is ready."""
         return self._engine.pid
 
     @property
@@ -179,7 +179,7 @@ class LendingAgent:
     def _word(self) -> None:
         objection = self._server.objection()
         self.why = objection or (None if self._engine.ready else "the borrower starts")
-        given = objection is None and self._engine.there  # it makes its first steps in grants, too
+        given = objection is None and self._engine.there  # an engine that starts needs grants for its first steps, too
         self._token.extend(time.monotonic() + self._lender.lease if given else 0.0)
 
     async def _life(self) -> str:
@@ -195,7 +195,7 @@ async def _nobody_borrows(device: Path, token: LenderToken) -> None:
     until = time.monotonic() + _LEAVES
     while token.borrowed:
         if time.monotonic() > until:
-            raise LendingError(f"{device}: another borrower has this device, without an agent; end it first")
+            raise LendingError(f"{device}: a borrower without an agent has this device; end that process first")
         await asyncio.sleep(_LOOK)
 
 
@@ -206,7 +206,7 @@ def _make_way(listen: Path) -> None:
         if not stat.S_ISSOCK(found.st_mode):
             raise LendingError(f"listen: {listen} exists and is not a socket; name another file, or remove this one")
         if found.st_uid != os.geteuid():
-            raise LendingError(f"listen: {listen} belongs to user {found.st_uid}; name one in a directory of your own")
+            raise LendingError(f"listen: {listen} belongs to user {found.st_uid}; name a socket in your own directory")
         with socket.socket(socket.AF_UNIX) as one:
             one.setblocking(False)
             one.connect(str(listen))
@@ -215,14 +215,14 @@ def _make_way(listen: Path) -> None:
     except ConnectionRefusedError:
         listen.unlink(missing_ok=True)
         return
-    except OSError:  # such as from a process that is too busy to answer
+    except OSError:  # for example, its process is too busy to answer
         pass
-    raise LendingError(f"listen: another process has the socket {listen}; name another one, or end it first")
+    raise LendingError(f"listen: another process has the socket {listen}; name another socket, or end that process")
 
 
 @contextlib.asynccontextmanager
 async def _listening(engine: AgentEngine, listen: Path) -> AsyncIterator[None]:
-    """Controllers reach the engine at this socket, which is removed afterwards. Raises LendingError."""
+    """Accept controllers at the socket `listen`, and remove the socket at the end. Raises LendingError."""
     try:
         controllers = await asyncio.start_unix_server(engine.serve, sock=bind_own(listen))
     except OSError as error:

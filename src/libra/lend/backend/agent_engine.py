@@ -1,7 +1,7 @@
-"""The engine on a lent device, with the run that uses it; turns and weights pass through this module.
+"""The engine on a lent device, and its connection to the run that uses it. Turns and weights pass through this module.
 
-Invariant: a run gets only the results of its own turns, and the engine computes them only with weights that this run
-published. The first run keeps the engine until it disconnects. Without a run, the engine computes nothing.
+Invariant: a run gets only the results of its own turns, and the engine computes these turns only with weights of this
+run. A run keeps the engine until it disconnects. Without a run, the engine computes nothing.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from libra.lend.backend.own_socket import trusted_peer
 from libra.lend.backend.rollout_model import RolloutModel
 from libra.lend.backend.turn_limits import TurnLimits
 
-# Looks, a second apart, at an engine that has turns and says nothing, before it counts as lost: it hangs, or was
-# stopped. Seconds are not counted: an agent that was held up itself finds what was said meanwhile at its next look.
+# Looks, a second apart, at an engine that has turns and sends nothing, before the engine counts as lost. Looks are
+# counted and not seconds: an agent that was stopped itself reads the waiting messages at its next look.
 _SILENT = 10
-_LOADING = 300  # looks at an engine that takes weights, a second apart too
+_LOADING = 300  # the same, for an engine that loads weights
 _SHOWN = 40  # characters of an id in a message
 _INTRODUCTION = 10.0  # seconds in which a new connection has to send its request
 
 
 class AgentEngine:
-    """The borrowing engine. `changed` is called when it is started, becomes ready, or is gone."""
+    """The borrowing engine. Calls `changed` when the engine has been started, is ready, or has ended."""
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class AgentEngine:
         start = order.start
         self._limits = TurnLimits(start.max_model_len, vocabulary(Path(start.model_directory)))
         self.ready = False
-        self.turns: set[str] = set()  # of the run, that the engine has, by its names
+        self.turns: set[str] = set()  # the run's names of its turns in the engine
         self._link: WorkerLink | None = None
-        self._silent = 0  # looks since the engine said something
-        self._loan = self._loan_before = LoanState("", 0.0, 0.0, 0, 0)  # now, and when the controller came
+        self._silent = 0  # looks since the engine's last message
+        self._loan = self._loan_before = LoanState("", 0.0, 0.0, 0, 0)  # now, and when the controller connected
         self._controller: AgentChannel | None = None
-        self._visits = 0  # of controllers: two may give their turns the same names
+        self._visits = 0  # controllers so far; distinguishes turns of two controllers with the same name
         self._refresh_kv = self._follows = False  # the controller's wishes
         self._weights = EngineWeights(launcher.weights, logs / "follower.log", self._load, self._no_weights)
-        self._expected: ExpectWeights | None = None  # the last one sent to the engine
-        self._held: LoadWeights | None = None  # of what the run publishes
-        self._own = True  # the engine has the weights that it came with
-        self._sources = 0  # of weights, so far: two may give their versions the same numbers
-        self._loaded: asyncio.Future[Loaded | Failure | None] | None = None  # its answer to weights; None: it is gone
+        self._expected: ExpectWeights | None = None  # the last such message to the engine
+        self._held: LoadWeights | None = None  # the run's weights that the engine has loaded
+        self._own = True  # whether the engine still has its initial weights
+        self._sources = 0  # sources of weights so far; distinguishes versions of two sources with the same number
+        self._loaded: asyncio.Future[Loaded | Failure | None] | None = None  # answer to a load; None: engine has ended
 
     @property
     def there(self) -> bool:
@@ -82,7 +82,7 @@ class AgentEngine:
 
     @property
     def pid(self) -> int | None:
-        """The process of the engine, once it is ready."""
+        """Process ID of the engine; None until the engine is ready."""
         return self._link.pid if self._link is not None and self.ready else None
 
     async def live(self) -> str:
@@ -136,7 +136,7 @@ class AgentEngine:
         except msgspec.MsgspecError as error:
             channel.send(Failure(f"not a message to an agent of this version of libra: {error}"))
         except (TimeoutError, ConnectionError, PermissionError):
-            pass  # it is gone, or is another user's
+            pass  # the controller is gone, or belongs to another user
         finally:
             if self._controller is channel:
                 self._hang_up()
@@ -145,11 +145,11 @@ class AgentEngine:
     # The engine
 
     def _hangs(self) -> str | None:
-        """Reason why the engine counts as lost; None if it does not."""
+        """Reason why the engine counts as lost; None: it does not."""
         if self._loaded is not None:
-            return f"it took no weights in {_LOADING} s" if self._silent > _LOADING else None
+            return f"it loaded no weights in {_LOADING} s" if self._silent > _LOADING else None
         if self.turns and self._silent > _SILENT:
-            return f"it has {len(self.turns)} turns to make and reported nothing for {_SILENT} s"
+            return f"it has {len(self.turns)} turns and reported nothing for {_SILENT} s"
         return None
 
     async def _hear(self, link: WorkerLink) -> str:
@@ -171,14 +171,12 @@ class AgentEngine:
                     case Failure():
                         last = message.error
                     case _:
-                        pass  # not asked for
+                        pass  # no request waits for this message
         except (ConnectionError, msgspec.MsgspecError) as error:
             return last if isinstance(error, ConnectionError) else f"it sent an unknown message: {error}"
 
     def _pass_on(self, said: Generated) -> None:
-        """Send the controller the reports of its own turns, since turns of an earlier controller may still be
-        running.
-        """
+        """Send the controller only reports of its own turns: turns of an earlier controller may still be running."""
         visit = f"{self._visits}."
         ended = [turn.removeprefix(visit) for turn in said.ended if turn.startswith(visit)]
         pieces = [
@@ -196,7 +194,7 @@ class AgentEngine:
     async def _load(self, order: LoadWeights) -> None:
         link = self._link
         if link is None or self._expected is None:
-            return  # the next engine gets them when it comes
+            return  # `_welcome` sends the weights to the next engine
         if order == self._held:
             return
         self._loaded = asyncio.get_running_loop().create_future()
@@ -207,7 +205,7 @@ class AgentEngine:
         finally:
             self._loaded = None
         if source != self._sources:
-            return  # another run has come meanwhile
+            return  # another run has connected during the load
         if isinstance(said, Loaded):
             self._held = order
             if self._controller is not None:
@@ -234,7 +232,7 @@ class AgentEngine:
         if (other := self._other(wanted)) is not None:
             return Failure(other)
         if self._controller is not None:
-            return NotNow("another controller has this engine; only one can at a time")
+            return NotNow("another controller has this engine; only one controller can have it at a time")
         return None if self.ready else NotNow("the engine is not ready yet; try again")
 
     def _other(self, wanted: Borrow) -> str | None:
@@ -248,7 +246,7 @@ class AgentEngine:
             ("kv_tokens", kv_tokens),
         ):
             if getattr(wanted, name) > there:
-                return f"{name} is {there} in the lent engine, {getattr(wanted, name)} is wanted"
+                return f"{name} is {there} in the lent engine, but the run needs {getattr(wanted, name)}"
         if not wanted.layout:
             return None
         try:
@@ -270,13 +268,13 @@ class AgentEngine:
         if self._held is not None:
             channel.send(Loaded(self._held.version, 0.0))
         elif wanted.weights is not None and self._link is not None:
-            # An engine that was started after following began takes the weights that are here already.
+            # An engine that was started later than the follower loads the weights that have already arrived.
             self._expected = ExpectWeights(wanted.layout, wanted.buffer_bytes)
             self._link.channel.send(self._expected)
             background(self._weights.bring(), "bring weights")
 
     def _obey(self, channel: AgentChannel, message: ToWorker) -> bool:
-        """Carry out one order. False: it was the last."""
+        """Carry out one order of the controller. Returns False to disconnect the controller."""
         engine = self._link
         match message:
             case Generate() if engine is not None and self.ready:
@@ -296,14 +294,14 @@ class AgentEngine:
                 channel.send(Acknowledged())
                 return False
             case Generate() | Interrupt():
-                return False  # to an engine that is gone
+                return False  # the engine has ended
             case _:
                 channel.send(Failure(f"an engine on a lent device accepts no {type(message).__name__}"))
                 return False
         return True
 
     def _salt(self, asked: str | None) -> str:
-        """The namespace in the prefix cache, since KV of one run's weights is invalid for another run."""
+        """The namespace of a turn in the prefix cache: KV of other weights must not be reused."""
         version = f"v{self._held.version}" if self._refresh_kv and self._held is not None else ""
         return f"{self._sources}{version}.{asked or ''}"
 

@@ -1,4 +1,4 @@
-"""The KV blocks that an engine may use: it has addresses for all blocks, and memory only for its own.
+"""The quota of KV blocks that an engine may use. The engine has addresses for all blocks, but memory only for its own.
 
 Invariant: no request has a taken block. vLLM's pool counts a taken block as used and never allocates it, the prefix
 cache does not contain it, and it has no memory pages. Only public methods of `BlockPool` are called, between two steps.
@@ -13,14 +13,14 @@ from libra.lend.backend.kv_pages import kv_pages
 
 
 class BlockQuota:
-    """Quota of one vLLM engine; at first, all blocks belong to the engine. Raises LendingError if its memory cannot be
+    """Quota of one vLLM engine. At first, all blocks belong to the engine. Raises LendingError if its memory cannot be
     lent.
 
     quota = BlockQuota(scheduler)               # `engine.engine_core.engine_core.scheduler`, of an LLMEngine
-    for name in quota.in_the_way(1000):         # last admitted first
+    for name in quota.in_the_way(1000):         # requests, last admitted first
         engine.abort_request([name], internal=True)
-    quota.take(1000)                            # their pages go back to the kernel
-    quota.give(1000)                            # and come back
+    quota.take(1000)                            # return the pages of 1000 blocks to the kernel
+    quota.give(1000)                            # allocate the pages again
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -28,7 +28,7 @@ class BlockQuota:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._pages = kv_pages(scheduler)
-        self._held: list[Any] = []  # `KVCacheBlock`s, those taken last at the end
+        self._held: list[Any] = []  # taken `KVCacheBlock`s, in the order of taking
         self.size: int = self._pool.num_gpu_blocks - 1  # one is vLLM's placeholder
         self.block_bytes = self._pages.block_bytes
 
@@ -44,13 +44,13 @@ class BlockQuota:
 
     @property
     def free(self) -> int:
-        """Number of its own blocks without a request; some may be in the prefix cache."""
+        """Number of the engine's own blocks without a request; some may be in the prefix cache."""
         return int(self._pool.get_num_free_blocks())
 
     def in_the_way(self, count: int) -> list[str]:
         """Requests, by the scheduler's names, that have to end before `count` blocks can be taken, last admitted first.
-        If ending all requests does not suffice, all are listed; other blocks are held temporarily, for example by KV
-        that is being saved for another engine.
+        If ending all requests does not suffice, all are listed. The other blocks are in use for a while, for example
+        for KV that is being saved for another engine.
         """
         missing, gone = count - self.free, []
         manager, used = self._scheduler.kv_cache_manager, Counter[int]()
@@ -62,14 +62,14 @@ class BlockQuota:
                 for number in group:
                     used[number] += 1
                     block = self._pool.blocks[number]
-                    missing -= not block.is_null and used[number] == block.ref_cnt  # several may share a prefix
+                    missing -= not block.is_null and used[number] == block.ref_cnt  # requests may share a block
         return gone
 
     def take(self, count: int) -> int:
-        """Take up to `count` free blocks, those in the prefix cache last; returns how many it took."""
+        """Take up to `count` free blocks, blocks in the prefix cache last. Returns the number of taken blocks."""
         empty: list[Any] = []
         cached: list[Any] = []
-        for block in reversed(self._pool.blocks):  # from the end: their pages lie side by side
+        for block in reversed(self._pool.blocks):  # from the end, so that the taken pages lie side by side
             if len(empty) >= count:
                 break
             if block.ref_cnt == 0 and not block.is_null:
@@ -84,8 +84,8 @@ class BlockQuota:
         return len(numbers)
 
     def give(self, count: int) -> int:
-        """Give up to `count` taken blocks back to the engine; returns how many: fewer if the device lacks memory for
-        them."""
+        """Return up to `count` taken blocks to the engine; fewer if the device lacks memory. Returns the number of
+        returned blocks."""
         count = min(max(count, 0), len(self._held))
         if count:
             count = self._pages.restore([block.block_id for block in self._held[-count:]])

@@ -20,9 +20,9 @@ from libra.lend.recall import Recall
 from libra.lend.records.lending import LendingAnswer, LentStep, ServedStep
 from libra.lend.step_cost import LearntServingCost, RolloutQueue, StepCost, StepShape, TokenBudget
 
-_REST = 0.001  # seconds between two looks at a device that is not free before its own engine has made a step
-_STUCK = 1.0  # seconds in which no step fits into any grant
-_RECALLED = 0.02  # seconds until the rule is asked again, where time alone brings the loan back
+_REST = 0.001  # seconds between two looks at a device that is not free until serving has made a step
+_STUCK = 1.0  # seconds without a step that fits into a grant, before the times of steps are forgotten
+_RECALLED = 0.02  # seconds until the next question after a recall, from which lending resumes by time alone
 
 _NO_WORD = "the lender's word is not valid"
 _WHY: dict[Reason, str] = {
@@ -69,9 +69,9 @@ class GatedBorrower:
         record: LendingRecord | None = None,
         missed: float = 0.0025,
     ) -> None:
-        """Create a borrower. `shortest` is the gate's shortest grant, `most_tokens` the engine's
-        `max_num_batched_tokens`, `recall` the rule's recall if any, and `missed` the share of steps that may exceed
-        their bound.
+        """Create a borrower. `shortest` is the gate's shortest grant, and `most_tokens` the engine's
+        `max_num_batched_tokens`. `recall` is the rule's recall; None for rules without one. `missed` is the share of
+        steps that may exceed their bound.
         """
         facts = token.about()
         self._token, self._rule, self._recall, self._device = token, rule, recall, device
@@ -80,10 +80,10 @@ class GatedBorrower:
         self._cost = LearntServingCost(self.serving_steps, facts.max_num_batched_tokens, facts.max_model_len)
         self._budget = TokenBudget(self.own_steps, most_tokens)
         self.tally = BorrowerTally()
-        self._breach: str | None = None  # our own, not reported to the rule yet
-        self._refused_at: float | None = None  # time of the notice that was refused; None: it was granted
+        self._breach: str | None = None  # this borrower's own breach, which the rule does not know yet
+        self._refused_at: float | None = None  # time of the notice that led to a refusal; None: the last was granted
         self._ask_again = math.inf
-        self._stuck_since = math.inf  # no step has fitted into a grant
+        self._stuck_since = math.inf  # time since when no step has fitted into a grant
 
     def step(self, engine: SteppedEngine[Made]) -> Made | None:
         """Make one step if there is a grant; otherwise return None after a moment."""
@@ -122,9 +122,9 @@ class GatedBorrower:
         return made
 
     def in_turns(self, pieces: Iterator[Made], patience: float) -> Iterator[Made]:
-        """Yield each piece of work that is not a step, while holding the device in successive grants.
+        """Yield pieces of work other than steps, such as loading weights, each while a grant holds the device.
 
-        After `patience` seconds in total without a grant, the remaining work is done without grants. The duration of a
+        After `patience` seconds in total without a grant, the remaining pieces run without grants. The duration of a
         piece cannot be chosen, so exceeding a grant is no breach here; serving never waits longer than a grant.
         """
         clock, expires = self._device.clock, -math.inf
@@ -148,13 +148,13 @@ class GatedBorrower:
             self._token.wish(0.0)
 
     def _end_turn(self) -> bool:
-        """Release the device. Returns False: the device is no longer held."""
+        """Release the device. Always returns False, for the caller's `held`."""
         self._device.end()
         self._let_go()
         return False
 
     def watch(self) -> None:
-        """Request a grant without work, since only a request shows whether lending has resumed."""
+        """Request a grant without work: only a request shows whether lending has resumed."""
         if self._token.lease <= self._device.clock():
             self._say(_NO_WORD)
             return
@@ -171,7 +171,7 @@ class GatedBorrower:
         return self.serving_steps.seen < self.serving_steps.needed
 
     def rest(self) -> None:
-        """Note that there is no work, so serving need not leave time."""
+        """Note that the engine has no work, so that serving leaves no time for it."""
         self._token.wish(0.0)
         self._learn()
         self._say("")
@@ -186,7 +186,7 @@ class GatedBorrower:
                 self._record.append(ServedStep(seen.ended - seen.seconds, seen.seconds, seen.sequences, margin))
 
     def _asked(self) -> tuple[ServingNotice, Grant] | None:
-        """A grant, and serving's notice before it; None, after a moment, without a grant."""
+        """Request a grant. Returns serving's notice and the grant; None, after a moment, if nothing is granted."""
         if self._token.lease <= self._device.clock():
             self._wait(_NO_WORD)
             return None
@@ -196,7 +196,7 @@ class GatedBorrower:
         except LendingError as error:
             self._wait(str(error))
             return None
-        if notice.wants:  # serving waits for the last grant to end; no other follows before it has looked around
+        if notice.wants:  # serving waits for the device, and decides before the next grant
             self._device.sleep(POLL)
             return None
         if notice.at == self._refused_at and self._device.clock() < self._ask_again:
@@ -225,7 +225,7 @@ class GatedBorrower:
         if changed is None:
             self._let_go()
             return None
-        # Never later than the end that serving may have read: it may be waiting for that moment already.
+        # Serving may have read the earlier end and may already be waiting for it, so the end never moves later.
         expires = min(grant.expires, changed.expires)
         token.shorten(expires)
         return expires
@@ -248,7 +248,7 @@ class GatedBorrower:
             self._record.append(LendingAnswer.of(notice.view, now, longest, answer, breach))
         self.tally = self.tally._replace(longest_step=0.0 if longest == math.inf else longest)
         recalled = isinstance(answer, Refusal) and answer.reason in ("load", "owner")
-        # A refusal for what is due holds until serving says something new, one for the load until time has passed.
+        # A refusal because of a due token lasts until serving's next notice; a recall ends by time alone.
         self._token.wish(0.0 if recalled or longest == math.inf else longest + self._shortest)
         if isinstance(answer, Grant):
             self._refused_at = None
@@ -265,12 +265,12 @@ class GatedBorrower:
         if refusal.reason != "due":
             return _WHY[refusal.reason]
         if longest == math.inf:
-            return f"{self.serving_steps.seen} of {self.serving_steps.needed} steps of serving seen so far"
+            return f"{self.serving_steps.seen} of {self.serving_steps.needed} steps of serving observed"
         if longest <= notice.pace:
             return _WHY["due"]
         fits = self._cost.budget_within(notice.pace, notice.view)
         remedy = f"lower the server's max_num_batched_tokens to {fits}" if fits else "serve fewer requests at a time"
-        return f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * notice.pace:.0f}: {remedy}"
+        return f"a serving step may take {1e3 * longest:.0f} ms, the pace is {1e3 * notice.pace:.0f} ms: {remedy}"
 
     def _nothing_fits(self) -> None:
         now = self._device.clock()

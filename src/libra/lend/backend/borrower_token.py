@@ -25,22 +25,23 @@ class FencedError(RuntimeError):
 
 
 class BorrowerToken:
-    """The borrower's view of the page. Raises LendingError if there is no page, or another process borrows."""
+    """The borrower's view of the device page. Raises LendingError if the page does not exist, or another process
+    borrows the device."""
 
     def __init__(self, path: Path, pace: float) -> None:
         """`pace` is tau: seconds per token to which serving may be slowed down."""
         if not 0 < pace < math.inf:
-            raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
+            raise ValueError(f"a pace of {pace:g} s a token; give a positive and finite number")
         self._page = DevicePage(path, create=False)
         try:
-            self._only = self._page.only("borrower", "another borrower has this device; only one can at a time")
+            self._only = self._page.only("borrower", "another borrower has this device; end that borrower first")
         except LendingError:
             self._page.close()
             raise
         self._seen, self._epoch = self._page.fields.steps, 0
         self._page.fields.pace = pace
         self.wish(0.0)
-        self.say_kv(0, 0)  # memory of a borrower before this one went with it
+        self.say_kv(0, 0)  # the memory of an earlier borrower was freed with its process
         self.tell(BorrowerTally())
 
     @property
@@ -49,11 +50,11 @@ class BorrowerToken:
         return self._page.fields.lease
 
     def about(self) -> EngineFacts:
-        """Description of the serving engine. Raises LendingError if there is none."""
+        """Description of the serving engine. Raises LendingError if the page has none."""
         return self._page.facts
 
     def look(self) -> ServingNotice:
-        """Serving's last notice. Raises LendingError if its writer ended while writing it."""
+        """Serving's last notice. Raises LendingError if the server ended while it wrote the notice."""
         return self._page.notice
 
     def tell(self, tally: BorrowerTally) -> None:
@@ -67,15 +68,16 @@ class BorrowerToken:
         self._page.fields.wish = seconds
 
     def say_kv(self, asked: int, held: int) -> None:
-        """Publish the bytes of KV that serving should cede, and the held bytes of ceded KV."""
+        """Publish the bytes of KV that serving should cede, and the bytes of ceded KV in use."""
         self._page.fields.kv_asked = asked
         self._page.fields.kv_held = held
 
     def try_take(self, expires: float) -> bool:
-        """Take the device if it is free; serving waits at most until `expires`. Read serving's notice again before
-        using the device, since it may have changed before this call. Afterwards only new requests change it.
+        """Take the device if it is free; serving then waits at most until `expires`. The caller must read serving's
+        notice again before it uses the device: the notice may have changed before this call, and later only new
+        requests change it.
         """
-        # Before the lock: a process that finds it taken reads until when.
+        # Written before the lock is taken: a process that finds the device taken reads the end of the grant.
         self._page.fields.expires = expires
         if not self._page.lock():
             return False
@@ -87,13 +89,13 @@ class BorrowerToken:
         self._page.fields.expires = expires
 
     def release(self) -> None:
-        """Release the device. Raises FencedError if serving went ahead meanwhile."""
+        """Release the device. Raises FencedError if serving did not wait for the release."""
         self._page.unlock()
         if self._page.fields.epoch != self._epoch:
-            raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")
+            raise FencedError(f"{self._page.path}: the grant was over, and serving did not wait for the release")
 
     def steps(self) -> list[ServingStep]:
-        """Serving's steps since the last call that can still be read: the last 63 at most."""
+        """Serving's steps since the last call; at most the last 63, since older ones are overwritten."""
         seen, self._seen = self._seen, self._page.fields.steps
         return self._page.steps_between(seen, self._seen)
 

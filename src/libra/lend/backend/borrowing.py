@@ -29,7 +29,7 @@ class Borrowing:
 
     rule: LendingRule
     servers: TracedServers | None
-    agents: LenderLauncher | None  # a launcher whose last slots are theirs
+    agents: LenderLauncher | None  # a launcher whose last slots are the devices of agents
 
     @classmethod
     def of(
@@ -41,7 +41,7 @@ class Borrowing:
         line: Callable[[str], None],
         told: Callable[[str], None],
     ) -> Borrowing:
-        """Build the sources; starts no server and queries no agent yet. `told` receives the news of agents."""
+        """Build the sources, without starting servers or contacting agents. Calls `told` with news of agents."""
         lending = config.lending
         assert isinstance(lending, LendingConfig)
         first, servers, agents = config.cluster.slots, None, None
@@ -50,7 +50,7 @@ class Borrowing:
             share, seed = config.cluster.share, config.seed
             servers = TracedServers(launcher, lending, config.run_directory, slots, share, dtype, seed, line)
         if lending.agents and config.lent_devices:
-            assert isinstance(launcher, LocalLauncher), "agents are beside the controller"
+            assert isinstance(launcher, LocalLauncher), "agents run on the controller's machine"
             size = lending.engine
             agents = LenderLauncher(
                 launcher,
@@ -69,7 +69,7 @@ class Borrowing:
         return cls(lending.rule, servers, agents)
 
     def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:
-        """Loans of the workers on devices of the run's own servers, which are the first of the `lent` workers."""
+        """Loans of the workers on devices of the run's own servers. These workers are the first of `lent`."""
         if self.servers is None:
             return {}
         return {name: self.servers.loan(slot, run) for slot, name in enumerate(lent[: len(self.servers.slots)])}
@@ -105,7 +105,7 @@ def check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
     """Raises `ConfigError` if a run cannot borrow."""
     if cluster.launcher != "local":
         raise ConfigError(
-            f"lending: servers and agents run on the controller's machine, and cluster.launcher is {cluster.launcher};"
+            f"lending: servers and agents run on the controller's machine, but cluster.launcher is {cluster.launcher};"
             " set it to local"
         )
     if lending.agents and lending.weights.port != 0:

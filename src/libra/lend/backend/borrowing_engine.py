@@ -1,7 +1,7 @@
 """A rollout engine on a lent device, driven by its worker.
 
-Invariant: it computes on the device only within a grant, in the KV blocks that it has at that moment. No other process
-borrows the device, from before the engine is made until its process ends.
+Invariant: the engine computes on the device only within a grant, and only in the KV blocks that it has at that moment.
+No other process borrows the device from before the engine is made until its process ends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from libra.backends.vllm.engine import VllmEngine
     from libra.backends.vllm.report import Sampled
 
-_LOOK = 0.02  # seconds between two looks at what serving needs, for an engine that has memory and nothing to do
-_NO_MEMORY = 0.001  # likewise for an engine that has turns and no memory
-_PATIENCE = 1.0  # seconds without a grant after which turns are better made elsewhere
+_LOOK = 0.02  # seconds between two looks at serving's needs, for an engine that has memory and no turns
+_NO_MEMORY = 0.001  # the same, for an engine that has turns and no memory
+_PATIENCE = 1.0  # seconds without a grant after which the engine counts as away
 
 
 class SteppedVllm:
-    """vLLM with a `BorrowingScheduler`, stepped by its borrower."""
+    """A vLLM engine with a `BorrowingScheduler`, as a borrower steps it."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine, self._scheduler = engine, engine.scheduler
@@ -51,16 +51,16 @@ class SteppedVllm:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that a step may ever compute."""
+        """Most tokens that one step can compute."""
         return self._engine.most_tokens
 
     def bounded_step(self, tokens: int) -> list[Sampled]:
-        self._scheduler.max_num_scheduled_tokens = tokens  # which vLLM reads at every step
+        self._scheduler.max_num_scheduled_tokens = tokens  # vLLM reads this attribute at every step
         return self._engine.step()
 
 
 class BorrowingEngine:
-    """The loan of one rollout engine. Make it first, then the engine, then `lend` it."""
+    """The loan of one rollout engine. Create this object first, then the engine, and then pass the engine to `lend`."""
 
     scheduler = BorrowingScheduler
 
@@ -71,13 +71,13 @@ class BorrowingEngine:
         self._record = None if loan.record is None else LendingRecord(Path(loan.record), terms, _tell)
         self._loan = loan
         self._memory: BorrowedKV | None = None  # None: all of the engine's KV memory is its own
-        self._wanted = 0.0  # seconds with turns to make, in which the device was lent
-        self._since: float | None = None  # there were turns to make, up to here; None: there were none
-        self._granted = 0.0  # when a step was last granted, or there was nothing to compute
-        self._told = ""  # `away` as it was last reported
+        self._wanted = 0.0  # seconds in which the engine had turns and the device was not recalled
+        self._since: float | None = None  # time up to which `_wanted` is counted; None: the engine had no turns
+        self._granted = 0.0  # time of the last granted step, or at which the engine last had no turns
+        self._told = ""  # the last reported value of `away`
 
     def lend(self, engine: VllmEngine) -> None:
-        """Begin to lend to `engine`. The set-up of its first steps belongs to its start."""
+        """Begin to lend to `engine`. Its first steps, which include one-time set-up, are made here."""
         terms = self._terms
         rule = terms.rule()
         self._recall = rule.recall if isinstance(rule, WatchedRule) else None
@@ -107,7 +107,7 @@ class BorrowingEngine:
             )
 
     def settle(self) -> list[str]:
-        """Between two steps: give memory back, or take free memory. Returns the turns that had to be stopped."""
+        """Between two steps, return memory or take free memory. Returns the turns that had to be stopped."""
         memory, engine = self._memory, self._engine
         if memory is None:
             return []
@@ -150,7 +150,7 @@ class BorrowingEngine:
 
     @property
     def away(self) -> str:
-        """Reason why nothing is lent, if this lasts longer than a few steps of serving; otherwise empty."""
+        """Reason why nothing has been lent for longer than a few serving steps; otherwise empty."""
         if self._recall is not None and self._recall.recalled is not None:
             return self._recall.recalled
         return self._borrower.tally.why if self._device.clock() - self._granted > _PATIENCE else ""

@@ -1,7 +1,7 @@
 """The device that two engines share.
 
-Invariant: after the end of a step, no work of the step runs on the device. Times are of one clock that never jumps and
-that all processes of the device share.
+Invariant: after the end of a step, no work of the step runs on the device. All times are from one monotonic clock that
+all processes of the device share.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class LentDevice(Protocol):
     """The device on which a step begins and ends."""
 
     def clock(self) -> float:
-        """Seconds."""
+        """The time of the shared clock, in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait without using the device."""
         ...
 
     def begin(self) -> None:
@@ -31,12 +31,12 @@ class LentDevice(Protocol):
 
 
 class Cores:
-    """CPU cores. Work on them is done when the call returns. With a `share` below 1 they emulate a slower device: the
+    """CPU cores, whose work is done when a call returns. With a `share` below 1 they emulate a slower device: the
     process with the token sleeps for the difference."""
 
     def __init__(self, share: float = 1.0) -> None:
         if not 0 < share <= 1:
-            raise ValueError(f"share {share:g}: a device is more than 0 and at most 1 of its cores")
+            raise ValueError(f"share is {share:g}; give a share of the cores above 0, at most 1")
         self._share, self._cpu = share, 0.0
 
     def clock(self) -> float:

@@ -29,23 +29,23 @@ from libra.lend.records.own_file import StrangerError, open_own
 _MAGIC = b"libralnd"
 _LAYOUT = 5
 _SIZE = 4096
-POLL = 0.0002  # seconds between two looks at what another process may change
-_PATIENCE = 2.0  # seconds in which a page that is being written must be whole: its writer may be put aside meanwhile
+POLL = 0.0002  # seconds between two looks at fields of another process
+_PATIENCE = 2.0  # seconds within which a notice in progress must be whole: the kernel may suspend its writer
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _LOCK = fcntl.LOCK_EX | fcntl.LOCK_NB
-_ROLES = ("lender", "borrower")  # the byte of the file that each of them locks
+_ROLES = ("lender", "borrower")  # each locks the byte of the file with its index
 _RANGE = struct.Struct("hhqqi4x")  # `struct flock`: type, whence, start, length, process; native alignment
 _HEADER = struct.Struct("<8sQQ")
 _NOTICE = struct.Struct("<qqddqqqqqqqqqddQ")  # see `ServingNotice`; its checksum follows
 _NOTICE_AT = 64
 _CHECKSUM = struct.Struct("<Q")
 _VIEW_FIELDS = len(fields(ServingView))
-# `astuple` copies deeply, which a step of serving would feel.
+# `astuple` makes deep copies, which would slow serving's steps down.
 _view_fields, _kv_fields = (attrgetter(*(it.name for it in fields(kind))) for kind in (ServingView, KVView))
 _FIELDS_AT = 256
 _STEP = struct.Struct("<iiiddf")
-_STEPS = 64  # of the last steps, how many can be read
+_STEPS = 64  # number of last steps on the page
 _STEPS_AT = 384
 _TALLY = struct.Struct("<qqqqqdd256s")
 _TALLY_AT = 2432
@@ -54,7 +54,7 @@ _FACTS_AT = 2816
 
 
 class LendingError(RuntimeError):
-    """A device cannot be shared. One line, with the remedy."""
+    """A device cannot be shared. The message is one line with the remedy."""
 
 
 class ServingNotice(NamedTuple):
@@ -62,8 +62,8 @@ class ServingNotice(NamedTuple):
 
     view: ServingView
     kv: KVView
-    wants: bool  # it waits for the device
-    pace: float  # seconds per token, for which `view.due` was computed; 0: no borrower had asked for one
+    wants: bool  # serving waits for the device
+    pace: float  # seconds per token with which `view.due` was computed; 0: no borrower has set a pace
     at: float
     pid: int
 
@@ -72,17 +72,17 @@ class ServingStep(NamedTuple):
     """One step that serving made."""
 
     sequences: int
-    new_tokens: int  # beyond one a sequence
+    new_tokens: int  # tokens beyond one per sequence
     context: int
     seconds: float
     ended: float = 0.0
-    margin: float = math.inf  # seconds by which the token that was due first came before its due; inf: none was due
+    margin: float = math.inf  # seconds from the step's end to the earliest due time; inf: no token was due
 
 
 class EngineFacts(NamedTuple):
     """Model and limits of the serving engine."""
 
-    model: str  # as it was given to the server
+    model: str  # the server's option `--model`
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -91,30 +91,30 @@ class EngineFacts(NamedTuple):
 class BorrowerTally(NamedTuple):
     """Totals of a loan since its borrower began."""
 
-    grants: int = 0  # that were used
-    overstayed: int = 0  # of them, those that serving ended by going ahead
+    grants: int = 0  # used grants
+    overstayed: int = 0  # used grants that ended before the borrower released the device
     over_bound: int = 0  # steps that took longer than their bound
-    tokens: int = 0  # that they computed
-    unrecorded: int = 0  # lines that the record had no room for
+    tokens: int = 0  # computed by the steps
+    unrecorded: int = 0  # lines for which the disk of the record had no room
     lent: float = 0.0  # seconds of steps
-    longest_step: float = 0.0  # C, of what serving said last; 0: not known yet
-    why: str = ""  # reason why nothing is lent now; empty where it is
+    longest_step: float = 0.0  # C for serving's last notice; 0: not known yet
+    why: str = ""  # reason why nothing is lent now; empty: the device is lent, or no work waits
 
 
 class PageFields(ctypes.Structure):
-    """The numbers of a page at their places. They are aligned, so each is read and written whole."""
+    """Numbers at fixed places of a page. The numbers are aligned, so each is read and written whole."""
 
-    # The borrower's
+    # Written by the borrower
     expires: float  # end of the current grant
-    pace: float  # seconds per token that serving may be slowed down to
-    wish: float  # seconds that serving must have to spare for a grant to be useful; 0: none is wanted
+    pace: float  # seconds per token to which serving may be slowed down
+    wish: float  # least slack of serving, in seconds, that makes a grant useful; 0: the borrower has no work
     kv_asked: int  # bytes of KV that serving is to cede
-    kv_held: int  # bytes that it has of what serving ceded
-    # the lender's
-    lease: float  # until when the device may be borrowed
-    # serving's
-    epoch: int  # grants that it ended by going ahead
-    steps: int  # that it made
+    kv_held: int  # bytes of ceded KV that the borrower has
+    # Written by the lender
+    lease: float  # time until which the device may be borrowed
+    # Written by serving
+    epoch: int  # grants after whose end serving continued without the lock
+    steps: int  # steps that serving has made
 
     _fields_ = [
         *((name, ctypes.c_double) for name in ("expires", "pace", "wish")),
@@ -125,7 +125,7 @@ class PageFields(ctypes.Structure):
 
 
 class DevicePage:
-    """The mapped file. Raises LendingError if it is no such file, or cannot be one."""
+    """The mapped file. Raises LendingError if the file is not a device's page, or cannot become one."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
@@ -144,7 +144,7 @@ class DevicePage:
                 os.posix_fallocate(self.descriptor, 0, _SIZE)
             size = os.fstat(self.descriptor).st_size
             if size != _SIZE:
-                raise LendingError(f"{path}: {size} bytes, not the {_SIZE} of a device's page; give another file")
+                raise LendingError(f"{path}: {size} bytes, but a device's page has {_SIZE}; give another file")
             self.bytes = mmap.mmap(self.descriptor, _SIZE)
             self.fields = PageFields.from_buffer(self.bytes, _FIELDS_AT)
             magic, layout, boot = _HEADER.unpack_from(self.bytes, 0)
@@ -155,7 +155,7 @@ class DevicePage:
             elif not ours:
                 raise LendingError(f"{path}: not a device's page of this version of libra; remove the file")
             elif boot != started:
-                raise LendingError(f"{path}: no server has run since this machine was started; start it")
+                raise LendingError(f"{path}: no server has run since this machine was started; start the server")
         except OSError as error:
             os.close(self.descriptor)
             raise LendingError(f"{path}: {error.strerror}; give a file on a disk with {_SIZE} bytes free") from None
@@ -172,7 +172,7 @@ class DevicePage:
             return True
 
     def lock(self) -> bool:
-        """Lock the device; True if this process has it from now on."""
+        """Try to lock the device. Returns whether this process has the lock now."""
         try:
             fcntl.flock(self.descriptor, _LOCK)
         except BlockingIOError:
@@ -183,8 +183,8 @@ class DevicePage:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def only(self, who: str, refusal: str) -> int:
-        """The descriptor of a lock that only one process can have, on the file itself and not on its name. Raises
-        LendingError."""
+        """Take the lock that only one process in the role `who` can have, on the file and not on its name. Returns the
+        lock's descriptor. Raises LendingError with `refusal` if another process has the lock."""
         only = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.fcntl(only, fcntl.F_OFD_SETLK, _RANGE.pack(fcntl.F_WRLCK, os.SEEK_SET, _ROLES.index(who), 1, 0))
@@ -194,9 +194,9 @@ class DevicePage:
         return only
 
     def has(self, who: str) -> bool:
-        """Whether a process has that lock."""
+        """Whether a process has the lock of the role `who`."""
         try:
-            os.close(self.only(who, "somebody has it"))
+            os.close(self.only(who, "the lock is taken"))
         except LendingError:
             return True
         return False
@@ -210,7 +210,7 @@ class DevicePage:
 
     @property
     def notice(self) -> ServingNotice:
-        """Raises LendingError if its writer ended while writing it."""
+        """Serving's last notice. Raises LendingError if the server ended while it wrote the notice."""
         until = time.monotonic() + _PATIENCE
         while True:
             read = self.bytes[_NOTICE_AT : _NOTICE_AT + _NOTICE.size + _CHECKSUM.size]
@@ -218,13 +218,13 @@ class DevicePage:
             if crc32(said) == checksum:
                 break
             if time.monotonic() > until:
-                raise LendingError(f"{self.path}: the serving engine ended while it wrote; start it again")
+                raise LendingError(f"{self.path}: the serving engine ended while it wrote; start the server again")
             time.sleep(POLL)
         *views, wants, pace, at, pid = _NOTICE.unpack(said)
         view, kv = ServingView(*views[:_VIEW_FIELDS]), KVView(*views[_VIEW_FIELDS:])
         return ServingNotice(view, kv, bool(wants), pace, at, pid)
 
-    # its steps
+    # Serving's steps
 
     def add_step(self, step: ServingStep) -> None:
         count = self.fields.steps
@@ -232,22 +232,22 @@ class DevicePage:
         self.fields.steps = count + 1
 
     def steps_between(self, seen: int, count: int) -> list[ServingStep]:
-        """Steps after the first `seen`, of the `count` so far, that can still be read: the last 63 at most."""
-        first = max(seen, count - _STEPS + 1)  # the oldest may be under overwriting
+        """Steps number `seen` to before `count`; at most the last 63, since older ones are overwritten."""
+        first = max(seen, count - _STEPS + 1)  # serving may be overwriting the oldest step
         return [
             ServingStep(*_STEP.unpack_from(self.bytes, _STEPS_AT + number % _STEPS * _STEP.size))
             for number in range(first, count)
         ]
 
-    # what it is
+    # Description of the serving engine
 
     @property
     def facts(self) -> EngineFacts:
-        """Raises LendingError if there is no description."""
+        """Model and limits of the serving engine. Raises LendingError if the page has no description."""
         size, checksum = _FACTS.unpack_from(self.bytes, _FACTS_AT)
         text = self.bytes[_FACTS_AT + _FACTS.size : _FACTS_AT + _FACTS.size + size]
         if not text or crc32(text) != checksum:
-            raise LendingError(f"{self.path}: the serving engine is not described; start it again")
+            raise LendingError(f"{self.path}: the serving engine is not described; start the server again")
         return EngineFacts(**json.loads(text))
 
     @facts.setter
@@ -255,11 +255,11 @@ class DevicePage:
         text = json.dumps(facts._asdict()).encode()
         if _FACTS_AT + _FACTS.size + len(text) > _SIZE:
             raise LendingError(
-                f"{self.path}: a model name of {len(facts.model)} characters; serve it under a shorter name"
+                f"{self.path}: the model's name has {len(facts.model)} characters; serve it under a shorter name"
             )
         self.bytes[_FACTS_AT : _FACTS_AT + _FACTS.size + len(text)] = _FACTS.pack(len(text), crc32(text)) + text
 
-    # and the borrower's tally
+    # The borrower's tally
 
     @property
     def tally(self) -> BorrowerTally:
@@ -272,6 +272,6 @@ class DevicePage:
         _TALLY.pack_into(self.bytes, _TALLY_AT, *numbers, why.encode(errors="replace")[:256])
 
     def close(self) -> None:
-        del self.fields  # they lie in the bytes
+        del self.fields  # a view of the bytes, which would keep them from closing
         self.bytes.close()
         os.close(self.descriptor)

@@ -1,7 +1,7 @@
 """The weights of an agent's engine, for which the agent follows a run's publications.
 
-Invariant: the engine gets only complete, checked versions, one at a time, and the last version is not overwritten
-before the engine has answered. Following another run starts without any weights.
+Invariant: the engine gets only complete, checked versions, one at a time. The last version is not overwritten before
+the engine has answered. When the agent follows another run, it begins without weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from libra.records.files import DiskError
 
 
 class EngineWeights:
-    """`memory` is the descriptor of the memory that engines load from. `load` makes the present engine load a version,
-    and returns when it has, or is gone; `lost` is called with the reason when no further versions will arrive."""
+    """Follows publications for an agent's engine. `memory` is the descriptor of the memory that engines load from.
+    `load` makes the present engine load a version, and returns when the engine has loaded it or has ended. `lost` is
+    called with the reason when no further versions will arrive."""
 
     def __init__(
         self,
@@ -44,13 +45,13 @@ class EngineWeights:
         self._task = background(self._keep_up(place, grid), "follow weights")
 
     async def bring(self) -> None:
-        """Have a newly started engine load the present version, if there is one."""
+        """Have a newly started engine load the latest version, unless none has arrived."""
         async with self._loading:
             if self._latest is not None:
                 await self._load(self._latest)
 
     async def close(self) -> None:
-        """Stop following. The engine has answered when this returns."""
+        """Stop following. Returns after the engine has answered."""
         async with self._loading:
             task, self._task, self._source, self._latest = self._task, None, None, None
             if task is not None:
@@ -68,7 +69,7 @@ class EngineWeights:
                     await self._load(order)
                 follower.loaded()
         except (WeightsProcessError, DiskError) as error:
-            self._task = self._source = None  # the next run begins it anew
+            self._task = self._source = None  # the next run starts another follower
             self._lost(str(error))
         finally:
             if follower is not None:

@@ -1,7 +1,7 @@
 """Pages of a GPU's memory under the blocks of a KV cache, mapped one by one by vLLM's own allocator.
 
-Invariant: a page is mapped if and only if it has bytes of a block that is not dropped, or of something other than
-blocks. The addresses stay, so CUDA graphs and block tables are not affected.
+Invariant: a page is mapped if and only if it has bytes of a block that is not dropped, or bytes outside all blocks. The
+addresses never change, so CUDA graphs and block tables stay valid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PageMapper(Protocol):
     addresses: npt.NDArray[np.int64]  # of all pages, ascending
 
     def settle(self) -> None:
-        """Wait until no launched work can touch a page that will be unmapped."""
+        """Wait until no launched work can touch a page that is about to be unmapped."""
         ...
 
     def unmap(self, page: int) -> None: ...
@@ -40,12 +40,12 @@ class PageMapper(Protocol):
 
 
 class GpuPages:
-    """`KVPages` of an accelerator. A page shared by two blocks is unmapped with the second of them."""
+    """`KVPages` of an accelerator. A page shared by two blocks is unmapped when the second block is dropped."""
 
     def __init__(self, layout: KVLayout, mapper: PageMapper) -> None:
         self._layout, self._mapper, self.block_bytes = layout, mapper, layout.block_bytes
         pages, size = mapper.addresses, mapper.size
-        self._users = np.zeros(len(pages), dtype=np.int64)  # blocks, tensor by tensor
+        self._users = np.zeros(len(pages), dtype=np.int64)  # by page: blocks with bytes in it, counted per tensor
         every = np.arange(layout.blocks, dtype=np.int64)
         self._use(every, 1)
         begin, end = layout.extents(every)
@@ -81,7 +81,7 @@ class GpuPages:
         return len(blocks)
 
     def _use(self, blocks: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-        """The pages with bytes of these blocks, with `count` more users for each."""
+        """Add `count` users to each page with bytes of these blocks; returns these pages."""
         begin, end = self._layout.extents(blocks)
         first = np.searchsorted(self._mapper.addresses, begin, side="right") - 1
         last = np.searchsorted(self._mapper.addresses, end - 1, side="right") - 1
@@ -95,8 +95,8 @@ class GpuPages:
 class CuMemPages:
     """A `PageMapper` over vLLM's `CuMemAllocator`, whose C extension maps and unmaps given addresses.
 
-    vLLM maps the whole cache as one piece, which can only be unmapped as a whole. So it is mapped anew, page by page,
-    before the first request. Raises LendingError if vLLM allocated the cache in another way.
+    vLLM maps the whole cache as one piece, which can only be unmapped as a whole. So the constructor maps the cache
+    again, page by page, before the first request. Raises LendingError if vLLM allocated the cache in another way.
     """
 
     size = _PAGE
@@ -118,7 +118,10 @@ class CuMemPages:
         found = cumem.CuMemAllocator.get_instance().pointer_to_data.values()
         handles = sorted((it.handle for it in found if it.tag == "kv_cache"), key=lambda handle: handle[2])
         if any(not isinstance(pointer, int) for *_, pointer in handles):
-            raise LendingError("KV memory of this kind of GPU is mapped in lists of chunks, which cannot be lent")
+            raise LendingError(
+                "KV memory of this kind of GPU is mapped in lists of chunks, which cannot be lent; lend the device"
+                " without KV memory"
+            )
         self._device = handles[0][0] if handles else -1
         regions = [np.arange(begin, begin + size, _PAGE, dtype=np.int64) for _, size, begin, _ in handles]
         self.addresses = np.concatenate(regions) if regions else np.zeros(0, dtype=np.int64)
@@ -126,10 +129,10 @@ class CuMemPages:
         if not self._covers(begin, end) or any((size | at) % _PAGE for _, size, at, _ in handles):
             raise LendingError(
                 "vLLM did not allocate this KV cache with its cumem allocator (a KV connector may have); lend the"
-                " device without it"
+                " device without KV memory"
             )
         self._bytes = torch.empty(0, dtype=torch.uint8, device=layout.device).set_(layout.storage)
-        # CUDA's handle of each page, which the extension writes and reads at the address that it gets.
+        # CUDA's handle of each page; the extension reads and writes it at an address from `_handle`.
         self._handles = (ctypes.c_uint64 * len(self.addresses))()
         self.settle()
         for handle in handles:
@@ -150,7 +153,7 @@ class CuMemPages:
             if "out of memory" in str(error):
                 raise MemoryError(str(error)) from None
             raise
-        # The memory's earlier content is not of this model: a NaN in it would spread.
+        # The memory has content of another engine, in which a NaN would spread.
         begin = int(self.addresses[page]) - self._bytes.data_ptr()
         self._bytes[max(0, begin) : max(0, begin + _PAGE)].zero_()
 
@@ -158,7 +161,7 @@ class CuMemPages:
         return self._device, _PAGE, int(self.addresses[page]), ctypes.addressof(self._handles) + 8 * page
 
     def _covers(self, begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> bool:
-        """Whether there is a page under each byte."""
+        """Whether a page lies under each byte of the extents."""
         if not len(self.addresses) or begin.min() < self.addresses[0]:
             return False
         first, last = (np.searchsorted(self.addresses, at, side="right") - 1 for at in (begin, end - 1))

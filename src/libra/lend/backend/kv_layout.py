@@ -1,4 +1,4 @@
-"""Places of the blocks of an engine's KV cache in memory.
+"""Addresses of the blocks of an engine's KV cache.
 
 Invariant: the bytes of a block are in one piece in each tensor, so consecutive blocks cover runs of memory. With vLLM's
 block-outermost layouts (BLHNC, BLNHC) all layers of a block are one piece.
@@ -23,18 +23,18 @@ class KVLayout:
     """Layout of the KV cache of an engine whose model runs in this process."""
 
     blocks: int  # the placeholder included
-    rows: npt.NDArray[np.int64]  # a tensor each: the address of block 0, bytes from a block to the next, and of a block
+    rows: npt.NDArray[np.int64]  # per tensor: address of block 0, bytes from a block to the next, bytes of a block
     storage: torch.UntypedStorage  # of the first tensor
 
     @classmethod
     def of(cls, scheduler: Any) -> KVLayout:
-        """`scheduler` is vLLM's, of an engine core that has its KV cache. Raises LendingError if the cache has no
-        blocks in one piece, or is in another process."""
+        """Read the layout from vLLM's `scheduler`, after its engine core has allocated the KV cache. Raises
+        LendingError if a block is not in one piece, or the cache is in another process."""
         blocks: int = scheduler.kv_cache_config.num_blocks
         layers = scheduler.vllm_config.compilation_config.static_forward_context
         names = [name for group in scheduler.kv_cache_config.kv_cache_groups for name in group.layer_names]
         if not names:
-            raise LendingError("this model has no KV that could be lent")
+            raise LendingError("this model has no KV that could be lent; lend the device without KV memory")
         caches = {name: _cache(name, layers.get(name)) for name in names}
         rows = sorted({_row(name, cache, blocks) for name, cache in caches.items()})
         return cls(blocks, np.array(rows, dtype=np.int64).reshape(-1, 3), caches[names[0]].untyped_storage())
@@ -45,7 +45,7 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers; each byte counts once, though groups of layers may share memory."""
+        """Bytes of a block in all layers. Memory that groups of layers share counts once."""
         begin, end = self.runs(np.zeros(1, dtype=np.int64))
         return int((end - begin).sum())
 
@@ -82,8 +82,11 @@ def _cache(name: str, layer: Any) -> torch.Tensor:
 
 def _row(name: str, cache: torch.Tensor, blocks: int) -> tuple[int, int, int]:
     if cache.shape[0] % blocks:
-        raise LendingError(f"{name}: a KV cache of {tuple(cache.shape)} for {blocks} blocks is not block-outermost")
-    block = cache.unflatten(0, (blocks, -1))[0]  # a block may be several of the attention kernel's
+        raise LendingError(
+            f"{name}: a KV cache of {tuple(cache.shape)} for {blocks} blocks is not block-outermost; set"
+            " VLLM_KV_CACHE_LAYOUT to a layout with whole blocks, such as LBHNC"
+        )
+    block = cache.unflatten(0, (blocks, -1))[0]  # a block may consist of several blocks of the attention kernel
     size = block.numel() * block.element_size()
     extent = (1 + sum((n - 1) * s for n, s in zip(block.shape, block.stride(), strict=True))) * block.element_size()
     stride = cache.stride(0) * (cache.shape[0] // blocks) * cache.element_size()

@@ -1,8 +1,8 @@
 """The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that gets them.
 
-Invariant: one side unmaps pages before the other maps them. Serving drops its pages before it reports them as ceded,
-and rollout drops its pages before it reports them as returned. The only pages held by both are those that a burst takes
-beyond the reserve, until rollout's next check at the end of its step, which lasts at most a grant.
+Invariant: one side unmaps pages before the other side maps them. Serving drops its pages before it reports them as
+ceded, and rollout drops its pages before it reports them as returned. The only exception is a burst of serving beyond
+the reserve. Both sides then have some pages until rollout's next check, at most a grant later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra.lend.backend.device_page import LendingError
 from libra.lend.backend.serving_token import ServingToken
 from libra.lend.quota import KVLimits, KVQuota, KVView, ceded
 
-_CEDED_AT_ONCE = 16 << 20  # bytes between two steps of serving: giving pages back takes it a tenth of a ms a MiB
+_CEDED_AT_ONCE = 16 << 20  # most bytes ceded between two serving steps, since unmapping takes 0.1 ms a MiB
 
 
 class CededKV:
@@ -25,15 +25,15 @@ class CededKV:
         """`scheduler` is vLLM's own, of the serving engine."""
         self._scheduler = scheduler
         self._blocks = BlockQuota(scheduler)
-        self.ceding = False  # it has ceded something
+        self.ceding = False  # whether blocks are ceded
         self._block_tokens = _block_tokens(scheduler)
-        # One longest prompt; and a block more for every sequence, its growth in as many steps as a block has tokens.
+        # One longest prompt, and one more block for every sequence, which grows by a block in `block_size` steps.
         self._reserve = _context_blocks(scheduler, scheduler.max_model_len)
         self._reserve += _context_blocks(scheduler, 1) * scheduler.max_num_running_reqs
 
     def settle(self, token: ServingToken) -> None:
-        """Before a step: cede the requested blocks that serving can spare. Take back blocks that rollout does not hold,
-        or that requests need."""
+        """Before a step, cede the requested blocks that serving can spare, and take back blocks that rollout does not
+        use or that serving's requests need."""
         blocks, asked = self._blocks, token.kv_asked
         if asked == blocks.held == 0:
             return
@@ -41,7 +41,8 @@ class CededKV:
         if then > now:
             blocks.take(min(then - now, max(1, _CEDED_AT_ONCE // blocks.block_bytes)))
         elif then < now:
-            # Publish first, then look again: rollout asks before it grows into what is ceded, so one sees the other.
+            # Publish first, then read rollout's request again: rollout requests blocks before it uses them, so one side
+            # always sees the other's change.
             token.publish_kv(self._view(then))
             blocks.give(now - max(then, self._ceded(token.kv_asked, token.kv_held)))
         self.ceding = blocks.held > 0
@@ -67,8 +68,8 @@ class CededKV:
         )
 
     def _wanted(self) -> int:
-        """Blocks that requests may take for their tokens, in one step or more: an upper bound, since it counts a shared
-        prefix for each of them."""
+        """Upper bound on the blocks that requests may still take for their present tokens. A shared prefix counts for
+        each of its requests."""
         scheduler, wanted = self._scheduler, self._scheduler.kv_cache_manager.watermark_blocks
         ahead, longest = scheduler.num_lookahead_tokens, scheduler.max_model_len
         for request in scheduler.requests.values():
@@ -80,21 +81,21 @@ class CededKV:
 
 
 class BorrowedKV:
-    """Rollout's end: its engine has the blocks of its quota, and none in the beginning. Between two steps, and every
-    few milliseconds without steps:
+    """Rollout's end. Its engine has the blocks of its quota, at first none. Between two steps, and every few
+    milliseconds without steps, the owner calls:
 
-        for name in borrowed.in_the_way(now):   # turns to put out, the last admitted first; they lose no token
+        for name in borrowed.in_the_way(now):   # turns to stop, last admitted first; they lose no token
             engine.abort_request([name], internal=True)
         borrowed.settle()
     """
 
     def __init__(self, scheduler: Any, token: BorrowerToken, *, context: int, quiet: float, beside: int = 0) -> None:
-        """`scheduler` is vLLM's, of the rollout engine. `context` are the tokens of its longest turn; `quiet` and
-        `beside` are those of `KVLimits`. Raises LendingError, or ValueError like `KVLimits`."""
+        """`scheduler` is vLLM's, of the rollout engine. `context` is its longest turn, in tokens; `quiet` and `beside`
+        are fields of `KVLimits`. Raises LendingError, and ValueError like `KVLimits`."""
         self._token, self._blocks = token, BlockQuota(scheduler)
         kv, size = token.look().kv, self._blocks.block_bytes
         if kv.capacity == 0:
-            raise LendingError("the serving engine cannot cede KV memory; its log says why")
+            raise LendingError("the serving engine cannot cede KV memory; see its log for the reason")
         longest, addresses = _context_blocks(scheduler, context) * size, self._blocks.size * size
         self._quota = KVQuota(KVLimits(kv.capacity, kv.reserve, longest, addresses, quiet, beside))
         self._target = 0
@@ -107,7 +108,7 @@ class BorrowedKV:
 
     @property
     def held(self) -> int:
-        """Bytes of KV memory that it has now."""
+        """Bytes of KV memory that the engine has now."""
         return self._blocks.own * self._blocks.block_bytes
 
     def trained(self) -> None:
@@ -124,7 +125,8 @@ class BorrowedKV:
         return blocks.in_the_way(blocks.own - self._target)
 
     def settle(self) -> None:
-        """Take the blocks of the quota at the last look, as far as no request is in the way, and report it."""
+        """Bring the engine's blocks to the quota of the last `in_the_way`, except blocks that requests still use, and
+        report the result."""
         blocks = self._blocks
         blocks.take(blocks.own - self._target)
         blocks.give(self._target - blocks.own)
@@ -132,7 +134,7 @@ class BorrowedKV:
 
 
 def _context_blocks(scheduler: Any, tokens: int) -> int:
-    """Blocks of a context of this many tokens, in all KV groups of the engine."""
+    """Blocks of a context of `tokens` tokens, in all KV groups of the engine."""
     return sum(-(-tokens // block) for block in _block_tokens(scheduler))
 
 

@@ -1,6 +1,6 @@
 """The configuration of `libra lend serve`: a YAML file.
 
-Invariant: a file describes a loan that its certificate covers, or is refused in one line that names the key and the
+Invariant: an accepted file describes a loan that its certificate covers. A refusal is one line with the key and the
 remedy.
 """
 
@@ -35,13 +35,13 @@ _Seconds = Annotated[float, Field(gt=0)]
 
 
 class ServingSection(Section):
-    """The server, by the options of its `vllm serve`, and its SLO."""
+    """The server, described by options of its `vllm serve`, and its SLO."""
 
     model: str
     hardware: str  # as in the certificate, such as "1 x H100"
     ttft: _Seconds
     tpot: _Seconds
-    use: Annotated[float, Field(gt=0, le=1)] | None = None  # share of tpot that may be spent; None: the certificate's
+    use: Annotated[float, Field(gt=0, le=1)] | None = None  # share of tpot that may be spent; None: as certified
 
 
 class RolloutSection(Section):
@@ -50,9 +50,9 @@ class RolloutSection(Section):
     model: str  # directory with configuration and weights
     max_model_len: _Count
     max_num_seqs: _Count = 64
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the second where a CPU has no instructions for the first
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float32 for a CPU without instructions for bfloat16
     kv_cache: str  # memory for KV in addition to the server's, such as 2 GiB
-    borrowed_kv: str | None = None  # most memory for KV that is borrowed from the server, while it can spare it
+    borrowed_kv: str | None = None  # most KV memory that is borrowed from the server
 
 
 class LenderFile(Section):
@@ -64,20 +64,20 @@ class LenderFile(Section):
     rollout: RolloutSection
     listen: str | None = None  # unix socket on which a controller reaches the engine; None: <device>.agent
     shortest_grant: _Seconds = 0.002
-    lease: _Seconds = 2.0  # for which a loan outlives this process, at most
-    quiet: _Seconds = 5.0  # inside the envelope before lending resumes
-    most_quiet: _Seconds = 300.0  # limit to which that doubles
-    record: str | None = None  # file of questions and answers
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its cores that the device is
+    lease: _Seconds = 2.0  # longest time for which a loan outlives this process
+    quiet: _Seconds = 5.0  # time inside the envelope before lending resumes
+    most_quiet: _Seconds = 300.0  # limit of the doubling of `quiet`
+    record: str | None = None  # file for questions and answers
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the speed of its cores, which the device emulates
 
 
 @dataclass(frozen=True, slots=True)
 class LoanOrder:
-    """A loan as ordered."""
+    """A loan as the file orders it."""
 
     device: Path
     listen: Path
-    model: str  # that the server was given
+    model: str  # that the server must serve
     lease: float
     start: StartEngine
     certificate: Certificate | None = None  # None: the limits of the server are not certified
@@ -96,7 +96,7 @@ class LoanOrder:
     def refuse_other(self, facts: EngineFacts) -> None:
         """Raises LendingError if the server is not the certified one."""
         if facts.model != self.model:
-            raise LendingError(f"serving.model is {self.model}, the server on {self.device} serves {facts.model}")
+            raise LendingError(f"serving.model is {self.model}, but the server on {self.device} serves {facts.model}")
         limits = ServerLimits(facts.max_model_len, facts.max_num_seqs, facts.max_num_batched_tokens)
         if self.certificate is not None and (other := self.certificate.other_limit(limits)) is not None:
             raise LendingError(f"{self.device}: {other}")
@@ -109,8 +109,8 @@ class LoanOrder:
             return
         if kv.capacity == 0:
             raise LendingError(
-                "rollout.borrowed_kv: the serving engine cannot cede KV memory, its log says why; remove the key, or"
-                " start the server so that it can"
+                "rollout.borrowed_kv: the serving engine cannot cede KV memory; remove the key, or start the server"
+                " with the remedy in its log"
             )
         context = start.max_model_len * kv_bytes_per_token(Path(start.model_directory), start.dtype)
         try:
@@ -120,7 +120,7 @@ class LoanOrder:
 
 
 def load_lender_file(path: Path) -> LoanOrder:
-    """Raises ConfigError."""
+    """Read a loan's file and its certificate. Raises ConfigError."""
     file = read_section(path, LenderFile, EXAMPLE)
     certificate = load_certificate(path.parent / file.certificate)
     try:
@@ -185,7 +185,8 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
     listen = device.with_name(f"{device.name}.agent") if file.listen is None else beside / file.listen
     if (size := len(os.fsencode(listen))) > _LONGEST_SOCKET:
         raise ValueError(
-            f"listen: {listen} has {size} bytes, the path of a socket {_LONGEST_SOCKET} at most; name a shorter one"
+            f"listen: {listen} has {size} bytes, but the path of a socket has at most {_LONGEST_SOCKET}; name a shorter"
+            " path"
         )
     if not listen.absolute().parent.is_dir():
         raise ValueError(f"listen: there is no directory {listen.parent}; make it, or name another socket")
@@ -193,7 +194,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
 
 
 def _pace(serving: ServingSection, certificate: Certificate) -> float:
-    """Tau. Raises ValueError if the certificate does not cover it."""
+    """The pace (tau). Raises ValueError if the certificate does not cover it."""
     slo = Slo(serving.ttft, serving.tpot)
     try:
         model = load_model(serving.model)
@@ -201,15 +202,15 @@ def _pace(serving: ServingSection, certificate: Certificate) -> float:
         raise ValueError(f"serving.model: {error}") from None
     other = certificate.mismatch(model.name, serving.hardware, slo, model.parameters)
     if other is not None:
-        raise ValueError(f"serving: {other}; have one made for it (libra lend check)")
+        raise ValueError(f"serving: {other}; certify this server with `libra lend check`")
     use = certificate.use if serving.use is None else serving.use
     if use > certificate.use:
         raise ValueError(f"serving.use is {use:g}; the certificate is for {certificate.use:g}: lower it")
-    # The pace is that of the certified SLO, also for a server whose own SLO is laxer.
+    # The certified SLO determines the pace even if the server's own SLO is laxer.
     pace = certificate.slo.pace(use)
     if certificate.longest_step > pace:
         raise ValueError(
-            f"serving.use is {use:g}: a serving step may take {1e3 * certificate.longest_step:.0f} ms, a token"
-            f" {1e3 * pace:.0f}; raise use, or lower the server's max_num_batched_tokens and have it certified again"
+            f"serving.use is {use:g}: a serving step may take {1e3 * certificate.longest_step:.0f} ms, the pace is"
+            f" {1e3 * pace:.0f} ms; raise use, or lower the server's max_num_batched_tokens and certify it again"
         )
     return pace

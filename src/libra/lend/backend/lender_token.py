@@ -1,6 +1,6 @@
 """The agent's side of a lent device.
 
-Invariant: the lender's word is a time, which the agent extends while all checks pass; the loan ends at this time. Only
+Invariant: the lender's word is a time at which the loan ends. The agent extends this time while all checks pass. Only
 one process lends.
 """
 
@@ -13,12 +13,13 @@ from libra.lend.backend.device_page import BorrowerTally, DevicePage, EngineFact
 
 
 class LenderToken:
-    """The agent's view of the page. Raises LendingError if there is no page, or another agent lends."""
+    """The agent's view of the device page. Raises LendingError if the page does not exist, or another agent lends the
+    device."""
 
     def __init__(self, path: Path) -> None:
         self._page = DevicePage(path, create=False)
         try:
-            self._only = self._page.only("lender", "another agent lends this device; only one can at a time")
+            self._only = self._page.only("lender", "another agent lends this device; end that agent first")
         except LendingError:
             self._page.close()
             raise
@@ -31,24 +32,24 @@ class LenderToken:
 
     @property
     def borrowed(self) -> bool:
-        """Whether a process borrows; at most one can."""
+        """Whether a process borrows the device."""
         return self._page.has("borrower")
 
     def extend(self, until: float) -> None:
-        """Permit borrowing until the given time; 0 ends it."""
+        """Permit borrowing until the time `until`; 0 ends the permission."""
         self._page.fields.lease = until
 
     def borrower_gone(self) -> None:
-        """Note that the borrower's process has ended, so it has no memory and wants none: a killed process cannot
-        report that itself."""
+        """Note that the borrower has ended and neither has nor requests KV memory. A killed borrower cannot report this
+        itself."""
         self._page.fields.kv_asked = self._page.fields.kv_held = 0
 
     def about(self) -> EngineFacts:
-        """Description of the serving engine. Raises LendingError if there is none."""
+        """Description of the serving engine. Raises LendingError if the page has none."""
         return self._page.facts
 
     def look(self) -> ServingNotice:
-        """Serving's last notice. Raises LendingError if its writer ended while writing it."""
+        """Serving's last notice. Raises LendingError if the server ended while it wrote the notice."""
         return self._page.notice
 
     @property

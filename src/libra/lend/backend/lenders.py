@@ -1,8 +1,8 @@
 """The launcher of a run that borrows from agents: some of its slots are engines on devices of other users' servers.
 
-Invariant: the run never starts or ends such an engine, but connects to it and disconnects. A slot is available while
-its agent offers the engine. Otherwise the agent is queried again, and each new answer is reported once. Agents follow
-the weights that the run publishes; the run does not wait for them.
+Invariant: the run never starts or ends such an engine; it only connects and disconnects. A slot is available while its
+agent offers the engine. The launcher queries agents of unavailable slots again and again, and reports each new answer
+once. Agents follow the weights that the run publishes; the run does not wait for agents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _ANSWER_SECONDS = 10.0  # for an agent to answer whether its engine is available
 
 class LenderLauncher:
     """`agents` are the agents' sockets by slot; `inner` has all other slots. `wanted` is the run's request for a lent
-    engine. Agents follow the run's weights at `place` (host, port; 0: any); `log` is that of the publishing process."""
+    engine. Agents follow the run's weights at `place` (host, port; port 0: any free port). `log` is the log of the
+    publishing process."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class LenderLauncher:
         self._say = say
         self.slots_changed: Callable[[], None] = lambda: None
         self._there: set[int] = set()
-        self._told: dict[int, str] = {}  # why an agent is away
+        self._told: dict[int, str] = {}  # reported reason why an agent is unavailable, by slot
         self._links: dict[WorkerLink, int] = {}
         self._published: RunWeights | None = None
         self._publisher: WeightsPublisher | None = None
@@ -55,7 +56,7 @@ class LenderLauncher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def look(self) -> None:
-        """Query all agents, and from now on repeat the query of unavailable ones. Raises `LenderRefusedError`."""
+        """Query all agents, and from then on repeat the query of unavailable agents. Raises `LenderRefusedError`."""
         answers = await asyncio.gather(*map(self._ask, self._agents))
         for slot, answer in zip(self._agents, answers, strict=True):
             if isinstance(answer, Failure):
@@ -64,16 +65,16 @@ class LenderLauncher:
         self._tasks.append(background(self._watch(), "watch lenders"))
 
     async def join(self, engine: Handle) -> Lent:
-        """Borrow the engine of an agent, by the link that was spawned for it. Raises `LenderRefusedError`,
-        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
-        assert self._published is not None, "an engine has no weights to wait for"
+        """Borrow the engine of an agent over its spawned link. Raises `LenderRefusedError`, `WorkerLostError`,
+        `WorkerFailedError` or `TimeoutError`."""
+        assert self._published is not None, "`begin` must set the weights before an engine joins"
         order = msgspec.structs.replace(self._full, weights=await self._publication(self._published))
         try:
             answer = await engine.ask(order, Message, START_DEADLINE)
         except WorkerFailedError as error:
             raise LenderRefusedError(str(error)) from None
         if not isinstance(answer, Lent):
-            raise WorkerLostError(answer.why if isinstance(answer, NotNow) else f"it answered {answer}")
+            raise WorkerLostError(answer.why if isinstance(answer, NotNow) else f"the agent answered {answer}")
         self._say(f"{engine.name} borrows beside {answer.model}, up to {answer.certified:.4g} requests/s there")
         return answer
 
@@ -95,7 +96,7 @@ class LenderLauncher:
         if self._publisher is not None:
             await self._publisher.close()
 
-    # As every launcher
+    # Methods of every launcher
 
     @property
     def hardware(self) -> str:
@@ -115,7 +116,7 @@ class LenderLauncher:
         return await self._inner.ready()
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
-        """Start a worker; on an agent's slot, connect to the agent. Raises `WorkerLostError` there."""
+        """Start a worker. On an agent's slot, connect to the agent, and raise `WorkerLostError` if this fails."""
         if slot not in self._agents:
             return await self._inner.spawn(name, slot)
         try:
@@ -152,7 +153,7 @@ class LenderLauncher:
 
     @property
     def _full(self) -> Borrow:
-        """The run's request, with its layout once that is known."""
+        """The run's request; with the layout of its weights, once weights are published."""
         if self._published is None:
             return self._wanted
         return msgspec.structs.replace(self._wanted, layout=self._published.layout, buffer_bytes=self._published.size)
@@ -165,7 +166,7 @@ class LenderLauncher:
                 self._note(slot, answer)
 
     async def _ask(self, slot: int) -> Message:
-        """Query whether the engine is available, and disconnect at once."""
+        """Ask an agent whether its engine is available, and disconnect at once."""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 channel, _ = await self._connect(slot)
@@ -182,7 +183,7 @@ class LenderLauncher:
         except OSError as error:
             return NotNow(f"no agent answers ({error.strerror or error})")
         except msgspec.MsgspecError as error:
-            return NotNow(f"it is not an agent of this version of libra: {error}")
+            return NotNow(f"the socket is not of an agent of this version of libra: {error}")
 
     def _note(self, slot: int, answer: Message) -> None:
         if isinstance(answer, Lent):
@@ -196,7 +197,8 @@ class LenderLauncher:
             self._say(f"{self._agents[slot]} lends nothing yet, and is queried again: {why}")
 
     async def _connect(self, slot: int) -> tuple[ControllerChannel, int]:
-        """The channel, and the process at its other end. Raises `OSError`, also if that process is another user's."""
+        """Connect to an agent. Returns the channel and the agent's process ID. Raises `OSError`, also for an agent of
+        another user."""
         reader, writer = await asyncio.open_unix_connection(self._agents[slot])
         try:
             return ControllerChannel(reader, writer), trusted_peer(writer.get_extra_info("socket"))
@@ -207,7 +209,7 @@ class LenderLauncher:
     # Weights
 
     async def _publication(self, published: RunWeights) -> WeightsPlace:
-        """The address at which the weights can be followed; the publishing process runs when this returns."""
+        """Start the publishing process unless it runs. Returns the address at which followers get the weights."""
         async with self._publishing:
             if self._publisher is None:
                 grid = Grid.of(published.layout, published.size)
@@ -222,7 +224,7 @@ class LenderLauncher:
             return self._publisher.place
 
     async def _outlive(self, publisher: WeightsPublisher) -> None:
-        """Cut the links when the publisher ends: its followers have to connect to the next one."""
+        """Cut the links to agents when the publisher ends, so that agents reconnect and follow the next publisher."""
         await publisher.ended()
         self._publisher = None
         for link in self._links:

@@ -1,6 +1,6 @@
 """Unix sockets between processes of one user.
 
-Invariant: the file of a socket has mode 0600 from the moment it exists, and each end checks the user at the other.
+Invariant: the file of a socket always has mode 0600, and each end checks the user of the other end.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
 
 
 def bind_own(path: Path) -> socket.socket:
-    """A socket bound to `path`, which must be free. Raises `OSError`."""
+    """Bind a socket to `path`, which must not exist. Raises `OSError`."""
     bound = socket.socket(socket.AF_UNIX)
     try:
-        os.fchmod(bound.fileno(), 0o600)  # before there is a file: no other user can connect in between
+        os.fchmod(bound.fileno(), 0o600)  # before `bind` makes the file, so that no other user can connect in between
         bound.bind(str(path))
     except BaseException:
         bound.close()
@@ -26,7 +26,8 @@ def bind_own(path: Path) -> socket.socket:
 
 
 def trusted_peer(connection: socket.socket) -> int:
-    """The process at the other end. Raises `PermissionError` if it belongs to another user, and not to root."""
+    """Process ID of the other end. Raises `PermissionError` if that process belongs to a user other than this one and
+    root."""
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(said)
     if user not in (os.geteuid(), 0):

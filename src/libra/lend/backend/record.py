@@ -1,6 +1,6 @@
 """The writer of a borrower's `lending.jsonl`.
 
-Invariant: lending does not depend on it. A full disk ends the record, which is reported once, and not the loan.
+Invariant: lending does not depend on the record. A full disk ends the record but not the loan, and is reported once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from libra.lend.backend.device_page import LendingError
 from libra.lend.records.lending import LendingLine, LendingTerms, are_terms
 from libra.records.files import DiskError, LineFile
 
-_LINES = 64  # kept before they are written, at most
-_FIRST = 1 << 16  # bytes in which the first line of a record ends
+_LINES = 64  # most lines in memory before they are written
+_FIRST = 1 << 16  # most bytes of the first line of a record
 
 
 def open_record(path: Path) -> int:
-    """A descriptor with the exclusive lock of this record's borrower. Makes the file if there is none. Raises
-    LendingError if it is the record of another borrower, or no record."""
+    """Open a record, or create it, and lock it for this borrower. Returns the descriptor. Raises LendingError if the
+    file is not a record, or another borrower writes it."""
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            raise LendingError(f"record: {path} is not a regular file; name another one")
+            raise LendingError(f"record: {path} is not a regular file; name another file")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise LendingError(f"record: {path}: {error.strerror}; name a file that can be written") from None
@@ -45,11 +45,11 @@ def open_record(path: Path) -> int:
 
 
 class LendingRecord:
-    """Keeps lines until there is time to write them (`flush`): not while the device is held."""
+    """Keeps lines in memory until `flush`, so that nothing is written while the borrower has the device."""
 
     def __init__(self, path: Path, terms: LendingTerms, told: Callable[[str], None]) -> None:
-        """Appends to the file. `told` gets the line of a full disk. Raises the errors of `open_record`, and `DiskError`
-        if the file cannot be written at all."""
+        """Open the record and append `terms`. `told` is called once if the disk becomes full. Raises the errors of
+        `open_record`, and `DiskError` if the file cannot be written at all."""
         self._only = open_record(path)
         self._file: LineFile | None = LineFile(path)
         self._told, self._lines = told, list[LendingLine]()

@@ -1,7 +1,7 @@
 """The model of an engine behind an agent, and whether a run's weights fit it.
 
-Invariant: weights are loaded into an engine only if each has the name, shape and type of one of its own, none is
-missing, and the two configurations have no known difference that changes the meaning of the numbers.
+Invariant: an engine loads a run's weights only if they have the names, shapes and types of its own weights, and none is
+missing. The two configurations must have no known difference that changes the meaning of the numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RolloutModel:
 
     @classmethod
     def read(cls, directory: Path, dtype: Dtype) -> RolloutModel:
-        """Read the model of a directory. Raises ValueError if there is none."""
+        """Read the model of a directory. Raises ValueError if the directory has no model."""
         path = directory / "config.json"
         try:
             config = json.loads(read_input(path))
@@ -54,11 +54,11 @@ class RolloutModel:
         return cls(shapes, dtype, config)
 
     def difference(self, layout: Sequence[Tensor], config: Mapping[str, Any]) -> str | None:
-        """Reason why weights of this layout, of a model of this config.json, do not fit this model; None: they fit."""
+        """Reason why weights with this layout and config.json do not fit this model; None: they fit."""
         theirs = {tensor.name: tensor for tensor in layout}
         for name in sorted(theirs.keys() | self.shapes.keys()):
             if name not in self.shapes:
-                tied = " (it is tied to the embeddings there)" if name == _OUTPUT else ""
+                tied = " (its model ties this weight to the embeddings)" if name == _OUTPUT else ""
                 return f"layouts that differ: the lent engine has no {name}{tied}; {_REMEDY}"
             if name not in theirs:
                 return f"layouts that differ: the run has no {name}; {_REMEDY}"

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, for an engine on a lent device: it holds the device's token during a step.
+"""vLLM's scheduler for an engine on a lent device, which has the device's token during a step.
 
     LIBRA_LEND_DEVICE=/dev/shm/device-0 vllm serve MODEL --scheduler-cls libra.lend.backend.scheduler.LendingScheduler
 
@@ -36,7 +36,7 @@ DEVICE = "LIBRA_LEND_DEVICE"  # environment variable: the file of the device's t
 
 
 def device_of_environment() -> Path:
-    """Raises LendingError if the variable is not set."""
+    """The file of the device's token, from the environment. Raises LendingError if the variable is not set."""
     path = os.environ.get(DEVICE)
     if not path:
         raise LendingError(f"{DEVICE} is not set; set it to the file of the device's token, such as /dev/shm/device-0")
@@ -75,7 +75,7 @@ class _Lending(Scheduler):
     lender's word, no process reads serving's notices, so the scheduler only reports that it lends nothing.
     """
 
-    # On any device: the output of a step is here when it is reported, so the step is over.
+    # `Cores` suits any device: vLLM reports a step only with its output, so the step is over.
     device: LentDevice = Cores()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,14 +87,14 @@ class _Lending(Scheduler):
         try:
             self._kv = CededKV(self)
         except LendingError as error:
-            _log.warning("%s; the device is lent, its KV memory is not", error)
+            _log.warning("%s; the device is lent without its KV memory", error)
         self._arrivals: dict[str, float] = {}
-        self._first_tokens: dict[str, float] = {}  # of requests at the last time that all was said; inf: none yet
-        self._said_all = True
-        self._under_way: deque[StepShape | None] = deque()  # steps scheduled whose output has not come
+        self._first_tokens: dict[str, float] = {}  # times by request, at the last full notice; inf: no first token yet
+        self._said_all = True  # whether the last notice was full
+        self._under_way: deque[StepShape | None] = deque()  # scheduled steps without output yet
         self._began = 0.0
         self._steps_since_grant = 0
-        self._came = 0  # requests, ever
+        self._came = 0  # requests that have ever arrived
         self._publish()
 
     def add_request(self, request: Request) -> None:
@@ -114,7 +114,7 @@ class _Lending(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         token, under_way, kv = self._token, self._under_way, self._kv
-        # With asynchronous scheduling a step follows while another runs: both have to end before the device is lent.
+        # With asynchronous scheduling, vLLM schedules a step while another runs; both must end before a loan.
         if (under_way and token.can_spare()) or not token.acquire():
             return self._nothing(*args, **kwargs)
         if token.lent:
@@ -172,13 +172,13 @@ class _Lending(Scheduler):
         self._token.close()
 
     def _publish(self) -> None:
-        """Publish serving's current obligations. First tokens are seen at the end of the step that made them."""
+        """Publish a full notice of serving's requests. First tokens are found at the end of the step that made them."""
         now, pace = self.device.clock(), self._token.pace
         arrivals, firsts, self._arrivals, self._first_tokens = self._arrivals, self._first_tokens, {}, {}
         first_due, oldest, waiting, queued, context = math.inf, math.inf, 0, 0, 0
         for name, request in self.requests.items():
             self._arrivals[name] = arrival = arrivals.get(name, now)
-            # Of a request that was not published before it is only known that its first token came after itself.
+            # The first token of a request that was in no full notice is assumed to have come at the request's arrival.
             first = firsts.get(name, arrival)
             tokens = request.num_output_tokens
             if tokens:
@@ -198,7 +198,7 @@ class _Lending(Scheduler):
         self._said_all = True
 
     def _publish_nothing(self) -> None:
-        """Publish a request whose first token is long overdue, for which no rule lends."""
+        """Publish a notice with one request whose first token is long overdue, so that no rule lends."""
         self._token.publish_view(ServingView(1, 1, -math.inf, -math.inf, came=self._came))
         self._said_all = False
         self._first_tokens = {}
@@ -215,6 +215,6 @@ class AsynchronousLending(_Lending, AsyncScheduler):
 
 
 def LendingScheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM asks for a class
-    """The scheduler of this engine's kind, with lending."""
+    """Create the scheduler with lending, asynchronous or synchronous as the engine's configuration requires."""
     kind = AsynchronousLending if vllm_config.scheduler_config.async_scheduling else SynchronousLending
     return kind(vllm_config=vllm_config, **kwargs)

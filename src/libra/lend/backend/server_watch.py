@@ -1,7 +1,7 @@
 """Checks that an agent's server is alive, and is the certified one.
 
-Invariant: the next check notices that a server has ended or was replaced, by its process and not by the contents of the
-device's page.
+Invariant: a check notices that the server has ended or was replaced. The check relies on the server's process, not on
+the contents of the device's page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.lend.backend.lender_token import LenderToken
 
 
 class ServerWatch:
-    """Looks at the server of a loan. Owners may end and start it at any time."""
+    """Checks the server of a loan, which its owner may end and start at any time."""
 
     def __init__(self, lender: LoanOrder, token: LenderToken) -> None:
         """Raises LendingError if the loan cannot begin: another model, too little memory, or no server."""
@@ -26,7 +26,7 @@ class ServerWatch:
         lender.refuse_other(self._facts)
         try:
             if (objection := self._seen()) is not None:
-                raise LendingError(f"{lender.device}: {objection}; start it first")
+                raise LendingError(f"{lender.device}: {objection}; start the server first")
             lender.refuse_memory(token.look().kv)
         except LendingError:
             self.close()
@@ -40,7 +40,7 @@ class ServerWatch:
             return str(error)
 
     def _seen(self) -> str | None:
-        """Like `objection`, but raises LendingError for a reason with a remedy."""
+        """As `objection`, but raises LendingError for reasons that come with a remedy."""
         pid = self._token.look().pid
         if pid != self._pid:
             self.close()
@@ -61,9 +61,9 @@ class ServerWatch:
 
 
 def _other_limits(now: EngineFacts, before: EngineFacts) -> str:
-    """Objection to changed limits: the borrower has learnt from steps under the old ones."""
+    """The objection to changed limits: the borrower has learnt from steps under the old limits."""
     other = next(name for name, value in now._asdict().items() if value != getattr(before, name))
     return (
-        f"the serving engine came back with {other} {getattr(now, other)} instead of {getattr(before, other)}; start"
-        " `libra lend serve` again"
+        f"the serving engine was restarted with {other} {getattr(now, other)} instead of {getattr(before, other)};"
+        " start `libra lend serve` again"
     )

@@ -1,7 +1,7 @@
-"""The servers of a run that borrows: one on each lent device, under recorded traffic.
+"""The servers that a borrowing run starts: one server on each lent device, under recorded traffic.
 
-Invariant: a server is not a worker. The run starts and ends it, and never restarts, moves or controls it. A server that
-is gone lends nothing more, and its users' requests end with it.
+Invariant: a server is not a worker. The run starts and ends a server, but never restarts, moves or controls it. A
+server that has ended lends nothing more, and its users' requests end with it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from libra.lend.traffic.envelope import Envelope
 from libra.records.files import writing
 from libra.records.schema import ServedSummary
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz"  # one token each: what is served is not read
-_MOST_QUIET = 16  # times `quiet`, to which it doubles
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"  # one token each, since no user reads the output
+_MOST_QUIET = 16  # limit of the doubling of `quiet`, as a multiple of `quiet`
 
 
 @dataclass(eq=False)
 class TracedServers:
-    """Servers under recorded traffic, on `slots`, those of the lent devices. They write to `directory`."""
+    """Servers under recorded traffic on the lent devices, whose slots are `slots`. They write to `directory`."""
 
     launcher: WorkerLauncher
     config: LendingConfig
@@ -77,7 +77,7 @@ class TracedServers:
         return device_loan(str(self._device(number)), terms, str(self._path(f"lending-{number}.jsonl")), self.share)
 
     async def start(self) -> None:
-        """Start all servers; they serve when this returns. Raises `ForkError`, `LaunchError`, or a server's failure."""
+        """Start all servers, and wait until they serve. Raises `ForkError`, `LaunchError`, or a server's failure."""
         server = self._server
         model = server.model.directory or self.directory / "server"
         if server.model.directory is None:

@@ -1,8 +1,8 @@
-"""The serving engine's side of a lent device: it takes the device for a step, and releases it.
+"""The serving engine's side of a lent device, which takes the device for a step and then releases it.
 
-Invariant: serving never waits for a borrower longer than the current grant. The lock alone cannot guarantee this, since
-the kernel frees it only after it has removed a killed process. So a grant has an end, which is written before the grant
-begins. After this end, serving continues without the lock, and reports this by a new epoch.
+Invariant: serving never waits for a borrower longer than the current grant. The lock alone cannot guarantee this: when
+a borrower is killed, the kernel frees the lock only after it has removed the process. So the end of a grant is written
+before the grant begins. After this end, serving continues without the lock, and reports a new epoch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from libra.lend.backend.device_page import POLL, DevicePage, EngineFacts, Servin
 from libra.lend.gate import IDLE, ServingView
 from libra.lend.quota import KVView
 
-_PICKUP = 0.001  # seconds that a borrower has to take what serving can spare
-_LONGEST_WAIT = 5.0  # seconds for a grant at most, whatever the page says: grants are tenths of a second
+_PICKUP = 0.001  # seconds for a borrower to take the device while serving can spare it
+_LONGEST_WAIT = 5.0  # most seconds of waiting for the end of a grant, whatever the page says
 
 
 class ServingToken:
-    """Serving's view of the page. Makes the file if there is none; the page of an earlier server is taken over, and its
-    borrower continues."""
+    """Serving's view of the device page. Creates the file if it does not exist. A new server takes over the page of an
+    earlier server, whose borrower continues."""
 
     def __init__(
         self, path: Path, about: EngineFacts | None = None, clock: Callable[[], float] = time.monotonic
@@ -38,7 +38,7 @@ class ServingToken:
 
     @property
     def pace(self) -> float:
-        """Seconds per token to which the borrower may slow serving down; 0: there was no borrower yet."""
+        """Seconds per token to which the borrower may slow serving down; 0: no borrower has set a pace yet."""
         return self._page.fields.pace
 
     @property
@@ -83,11 +83,11 @@ class ServingToken:
         self.publish(view, kv, pace)
 
     def acquire(self) -> bool:
-        """Take the device. False: the device was lent meanwhile, and serving again has time to spare; publish the new
-        requests, and call again.
+        """Take the device. False: the device was lent meanwhile, and serving still has time to spare; the caller
+        publishes new requests and calls again.
 
-        A borrower that wants the spare time gets a moment to take the device, since the time between two steps is too
-        short. Serving then waits at most until the end of the grant.
+        A borrower that wants the device gets a moment to take it, since the time between two steps is too short.
+        Serving then waits at most until the end of the grant.
         """
         if self._held:
             return True
@@ -104,7 +104,7 @@ class ServingToken:
         latest = self._clock() + _LONGEST_WAIT
         while not page.lock():
             now = self._clock()
-            if now >= latest or not now < self.expires:  # also where it is not a number
+            if now >= latest or not now < self.expires:  # true also if `expires` is not a number
                 if page.lock():
                     break
                 self.fenced += 1
@@ -130,7 +130,7 @@ class ServingToken:
         )
 
     def note(self, step: ServingStep) -> None:
-        """Publish a step, from which a borrower bounds the next ones."""
+        """Publish a step, from which borrowers learn bounds on later steps."""
         self._page.add_step(step)
 
     def release(self) -> None:
@@ -143,11 +143,11 @@ class ServingToken:
         self._page.close()
 
     def _gone(self) -> bool:
-        """Whether borrower and agent are both gone; if only the borrower is gone, the agent reports it."""
+        """Whether both borrower and agent have ended. If only the borrower has ended, the agent reports this."""
         if self.leased:
             self._nobody = False
         elif not self._nobody and (self._page.fields.kv_asked or self._page.fields.kv_held):
-            # Tested until it is so, and not again: testing a lock takes it for a moment.
+            # Tested only until the borrower is gone: testing a lock takes the lock for a moment.
             self._nobody = not self._page.has("borrower")
         return self._nobody
 

@@ -1,8 +1,8 @@
-"""A server under recorded traffic, which represents users and their server in demonstrations and tests of lending.
+"""A server under recorded traffic, which stands for users and their server in demonstrations and tests of lending.
 
 Invariant: requests arrive at their recorded times, independent of the engine's state. The engine is vLLM with
-`LendingScheduler`, as in `vllm serve`, without HTTP and tokenisation. A loan ends with this process, since its word has
-to be renewed.
+`LendingScheduler`, as in `vllm serve`, without HTTP and tokenisation. The process renews the lender's word, so the loan
+ends with the process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from libra.records.files import LineFile
 from libra.sim.clock import seconds
 from libra.sim.workload.request_file import read_requests
 
-LEASE = 2.0  # seconds for which the device may be borrowed after this process last said so
-_TOKENS = range(4, 30)  # of prompts: any will do
+LEASE = 2.0  # seconds for which the device may be borrowed after this process last renewed the word
+_TOKENS = range(4, 30)  # token ids of prompts; their meaning does not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class _Live:
     """A request that has not ended."""
 
     arrival: _Arrival
-    first: float = 0.0  # when its first token came; 0: it has none
+    first: float = 0.0  # time of the first token; 0: no token yet
     tokens: int = 0
 
 
 def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
-    """Serve until `Stop`, or until the controller is gone."""
+    """Serve until the controller sends `Stop` or has ended."""
     began = time.monotonic()
     os.environ[DEVICE] = start.device
     os.sched_setaffinity(0, start.cores)
@@ -114,7 +114,7 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
 
 
 def _arrivals(start: StartServer) -> Iterator[_Arrival]:
-    """Endless arrivals from the first wanted one: the record begins again a second after its last request."""
+    """Endless arrivals, from number `start.first` on. The log repeats a second after its last request."""
     requests, longest, numbers = read_requests(start.traffic), start.max_model_len, count()
     first = int(start.begins * len(requests))
     skipped, whole = seconds(requests[first].arrival), seconds(requests[-1].arrival) + 1.0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Lend idle time of serving deployments to rollouts.")
 
-_EACH = "{use}"  # in the name of a file
+_EACH = "{use}"  # placeholder in the name of a file
 _LOADS = tuple(step / 10 for step in range(1, 21))  # multiples of the rate of the traffic
 
 
@@ -67,7 +67,7 @@ def check(
 
     Exit status: 0 done, 2 bad input (also an SLO that serving alone misses), 3 nothing can be lent.
     """
-    # Imported here, so that `--help` need not load the simulator.
+    # Imported here so that `--help` does not load the simulator.
     from libra.config.units import PLAUSIBLE, duration
     from libra.lend.certificate import best, certificate_json
     from libra.lend.gate import Slo
@@ -105,10 +105,10 @@ def serve(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per period.")] = False,
 ) -> None:
-    """Lend the device of a vLLM server that runs here, with LendingScheduler, to a rollout engine.
+    """Lend the device of a vLLM server on this machine to a rollout engine. The server runs with LendingScheduler.
 
     Starts the engine next to the server, and renews the lender's word every few seconds. The loan pauses while the load
-    is outside the certificate's envelope, or the server is not running. It ends with this process. A controller
+    is outside the certificate's envelope, or the server is not running. The loan ends with this process. A controller
     connects to the engine at a Unix socket. Without a controller, the engine computes nothing and does not use the
     device.
 
@@ -124,7 +124,7 @@ def serve(
         if not 0 < period < math.inf:
             raise ValueError(f"--period is {period:g}; give more than 0 seconds, and finite")
         if logs is not None and logs.exists() and not logs.is_dir():
-            raise ValueError(f"--logs: {logs} is not a directory; give one, or a name that is free")
+            raise ValueError(f"--logs: {logs} is not a directory; give a directory, or a name that does not exist")
         require("cpu")
         from libra.backends.launch.fork_server import LaunchError
         from libra.lend.backend.agent import LoanEndedError
@@ -171,7 +171,7 @@ def report(
         check_writable(html, timeline, reads=(record,))
         loan = recorded_loan(record)
         if loan is None or not loan.seconds:
-            raise ValueError(f"{record}: the record has no request to the gate, so there is nothing to show")
+            raise ValueError(f"{record}: the record has no request to the gate; give one of a loan that was used")
         had = percent(sum(it.end - it.start for it in loan.grants) / loan.seconds)
         given = f"{plural(len(loan.grants), 'grant')}, {plural(len(loan.recalls), 'recall')}"
         words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."
@@ -291,14 +291,14 @@ def _show(found: tuple[Certificate, ...], chosen: Certificate) -> None:
     console = Console()
     console.print(
         f"{chosen.model} on {chosen.hardware} can lend {percent(chosen.share_at(chosen.covered))} of its time up to"
-        f" {chosen.covered:.2f} requests/s, and no request misses its SLO that meets it alone.",
+        f" {chosen.covered:.2f} requests/s; lending makes no request miss its SLO.",
         highlight=False,
         soft_wrap=True,
     )
     console.print(table)
     if chosen.covered < chosen.rate:
         console.print(
-            f"They were replayed at {chosen.rate:.2f} requests/s, for less than a minute: a longer log covers more.",
+            f"The replay at {chosen.rate:.2f} requests/s lasted less than a minute: a longer log covers more.",
             highlight=False,
             soft_wrap=True,
         )

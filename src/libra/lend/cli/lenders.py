@@ -76,7 +76,10 @@ def described_tenancy(
 ) -> Tenancy:
     """Serving engines on the devices that the plan borrows, as `--lender` describes them. Raises ValueError."""
     if len(lenders) != len(traffic):
-        raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
+        raise ValueError(
+            f"--lender is given {len(lenders)} times and --traffic {len(traffic)} times: give one --traffic for each"
+            " --lender"
+        )
     if not plan.loans:
         raise ValueError("--lender is for a plan with loans, but this plan has none: leave it out")
     engines = []
@@ -92,7 +95,7 @@ def described_tenancy(
             serving[lender.pool] = found[0]
         elif any(loan.pool == lender.pool for loan in plan.loans):
             raise ValueError(
-                f"--lender: {len(found)} files are of {wanted.model} on {wanted.hardware}, which serves on"
+                f"--lender: {len(found)} files describe {wanted.model} on {wanted.hardware}, the engine of pool"
                 f" {lender.pool}: give one"
             )
     return replace(tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota), watched=watched)

@@ -12,8 +12,8 @@ from libra.sim.training_run.outcome import SimulatedRun
 
 def show_lenders(outcome: SimulatedRun, console: Console) -> None:
     console.print(
-        "Devices that serve: the shares of their time that were lent and recalled, what users saw, how long before"
-        " it was due the closest token came, and misses: by lending, and of these those inside the envelope.",
+        "Devices that serve: shares of their time lent and recalled, latencies of users' requests, smallest margin of a"
+        " token before its due time, and requests that missed the SLO: all, by lending, and inside the envelope.",
         soft_wrap=True,
     )
     console.print(_lenders_table(outcome))

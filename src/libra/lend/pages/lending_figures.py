@@ -25,7 +25,7 @@ MOST_LANES = 16  # devices with a lane of their own
 _SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # one for each fifth of the time
 _RECALLED = ROLES[Role.DRAINING]
 _LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
-_EARLY = 10  # paces, at which the earliness of a token is cut
+_EARLY = 10  # paces: the margin of a token is drawn up to this
 _MARGINS = (  # quantile, name, colour
     (0.0, "minimum", "var(--deep)"),
     (0.1, "p10: one in ten is below", "#56b4e9"),
@@ -34,7 +34,7 @@ Spans = Sequence[tuple[float, float]]
 
 
 def extent(histories: Sequence[LoanHistory]) -> tuple[float, float] | None:
-    """Times of the first and the last recorded step of any device; None if there is none."""
+    """Times of the first and the last recorded step of any device; None if no step is recorded."""
     times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
     return (min(times), max(times)) if times else None
 
@@ -61,7 +61,7 @@ def lending_figures(
 
 
 def versions_behind(points: Sequence[tuple[int, Sequence[int]]], x: Axis) -> Figure:
-    """`points` are (step, versions that the weights of each lent engine are behind as it ends)."""
+    """`points` are (step, versions that the weights of each lent engine are behind at the end of the step)."""
     title, note = (
         "Weights of lent engines",
         "No step waits for them: a turn goes to an engine whose weights are fresh enough for it.",
@@ -94,7 +94,7 @@ def covered(spans: Spans, edges: NDArray[np.float64]) -> NDArray[np.float64]:
 def binned(
     points: Iterable[tuple[float, float]], edges: NDArray[np.float64], summary: Callable[[NDArray[np.float64]], Any]
 ) -> list[tuple[float, float]]:
-    """(middle of a bin, summary of the values in it) for each bin that has some.
+    """(middle of a bin, summary of its values) for each bin with values.
 
     >>> binned([(0.1, 3.0), (0.2, 5.0), (2.5, 1.0)], np.array([0.0, 1.0, 2.0, 3.0]), np.max)
     [(0.5, 5.0), (2.5, 1.0)]

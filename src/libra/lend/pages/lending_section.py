@@ -45,7 +45,7 @@ class LendingSection:
 
 
 def lending_chapter(section: LendingSection | None, words: str = "") -> Markup:
-    """The chapter as HTML, opened by `words`; empty where there is neither."""
+    """The chapter as HTML, opened by `words`; empty without a section and words."""
     if section is None and not words:
         return Markup()
     return render_chapter("lending.html", "libra.lend.pages", lending=section, words=words)
@@ -123,10 +123,10 @@ def _missed_note(histories: Sequence[LoanHistory], missed: Sequence[tuple[LoanHi
     blamed = [miss.blamed for _, miss in missed]
     parts = [f"{plural(len(missed), 'request')} of {count(requests)} missed their SLO"]
     if True in blamed:
-        parts.append(f"{count(blamed.count(True))} because of lending: served alone they meet it")
+        parts.append(f"{count(blamed.count(True))} because of lending: served alone they meet their SLO")
     if False in blamed:
         alone = (
-            "served alone they miss it, too"
+            "served alone they miss their SLO, too"
             if all(it.blamed is not None for it, _ in missed)
             else ("nothing had been lent since serving was last idle")
         )

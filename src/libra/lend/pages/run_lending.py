@@ -25,7 +25,7 @@ def run_lending(log: RunLog, directory: Path) -> Markup:
 
 
 def _section(log: RunLog, directory: Path) -> LendingSection | None:
-    """None if the run borrowed nothing, or made no step."""
+    """The section; None if the run borrowed nothing, or made no step."""
     borrowed = [step for step in log.steps if step.loans]
     if not borrowed:
         return None

@@ -73,7 +73,7 @@ class LendingAnswer(Record):
     longest_step: float | None  # C at that time; None: not known yet
     granted: float | None
     refused: Reason | None
-    breach: str | None = None  # reason to end the loan that the borrower itself gave before it asked
+    breach: str | None = None  # the borrower's own reason for a recall, known before the question
     kind: Literal["answer"] = "answer"
 
     @classmethod
@@ -118,8 +118,8 @@ class LentStep(Record):
     at: float  # its beginning
     seconds: float
     bound: float  # assumed upper bound on its seconds
-    tokens: int  # that it computed
-    overstayed: bool  # serving did not wait for its end
+    tokens: int  # computed in the step
+    overstayed: bool  # serving did not wait for the step's end
     kind: Literal["step"] = "step"
 
 
@@ -130,7 +130,7 @@ class ServedStep(Record):
     at: float  # its beginning
     seconds: float
     sequences: int
-    margin: float | None  # seconds by which the token that was due first came before its due; None: none was due
+    margin: float | None  # seconds from the earliest due token to its due time; None: no token was due
     kind: Literal["served"] = "served"
 
 
@@ -157,7 +157,7 @@ class _Recorded:
         return self._longest
 
     def catch_up(self, view: ServingView) -> float:
-        raise ValueError("a gate does not ask how long serving takes to catch up")
+        raise ValueError("the record has no catch-up times of serving; replay the record of a gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ _LINES: TypeAdapter[LendingLine] = TypeAdapter(Annotated[LendingLine, Discrimina
 
 
 def are_terms(line: bytes) -> bool:
-    """Whether `line` is the first line of such a file."""
+    """Whether `line` is the first line of a lending record."""
     try:
         return isinstance(_LINES.validate_json(opened(line), strict=True), LendingTerms)
     except ValueError:
@@ -189,20 +189,18 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
             first = error.errors()[0]
             wrong = "" if first["type"].startswith("union_tag") else f" ({line_problem(first)})"
             raise RecordFormatError(
-                f"{path}:{number}: not a line of the record of a loan{wrong}; give a `record` as it was written"
+                f"{path}:{number}: not a line of the record of a loan{wrong}; give an unedited `record`"
             ) from None
         except ValueError as error:
             raise RecordFormatError(f"{path}:{number}: {error}") from None
         if number == 1 and not isinstance(said, LendingTerms):
-            raise RecordFormatError(
-                f"{path}:1: the record of a loan begins with its terms; give a `record` as it was written"
-            )
+            raise RecordFormatError(f"{path}:1: the record of a loan begins with its terms; give an unedited `record`")
         yield said
 
 
 def replay(path: Path) -> RecordReplay:
-    """Give the same requests to the same rule again. A restarted borrower writes its terms again, which starts a new
-    rule. Raises `RecordFormatError`.
+    """Repeat the recorded requests to the recorded rule, and compare the answers. A restarted borrower writes its terms
+    again, which starts a new rule. Raises `RecordFormatError`.
     """
     rule: SharingRule | None = None
     different, answers = [], 0

@@ -26,7 +26,7 @@ class GrantSpan:
     start: float
     end: float
     granted: float  # seconds of the grant
-    tokens: int = 0  # that it computed
+    tokens: int = 0  # computed
     overstayed: bool = False
 
 
@@ -37,7 +37,7 @@ class ServingSpan:
     start: float
     end: float
     sequences: int
-    margin: float | None  # seconds by which the token that was due first came before its due; None: none was due
+    margin: float | None  # seconds from the earliest due token to its due time; None: no token was due
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ class UserRequest:
 
 @dataclass(frozen=True, slots=True)
 class MissedRequest:
-    """A request that missed its SLO. `blamed`: whether it would have met it without lending; None: not known."""
+    """A request that missed its SLO. `blamed`: whether the request would have met its SLO without lending; None:
+    unknown."""
 
     request: UserRequest
-    ttft: bool  # it missed that of the first token
-    tpot: bool
+    ttft: bool  # the first token was too late
+    tpot: bool  # later tokens were too slow
     blamed: bool | None
 
 
@@ -102,13 +103,14 @@ class LoanHistory:
         """Text on known steps of serving with a token after its due time."""
         margins = [it.margin for it in self.serving if it.margin is not None]
         if not margins:
-            return "no step of serving that owed a token is known"
+            return "no step of serving with a due token is known"
         late = sum(margin < 0 for margin in margins)
         return f"at {late:,} of {len(margins):,} steps of serving a token came after it was due"
 
     def missed(self) -> list[MissedRequest]:
-        """Requests that missed their SLO. Whether lending is to blame is known if the same traffic was served alone.
-        Lending is not to blame if nothing was lent between the last idle time of serving and the miss."""
+        """Requests that missed their SLO. If the same traffic was also served alone, `blamed` tells whether lending is
+        to blame. Otherwise, lending is not to blame if nothing was lent from the last idle time of serving to the
+        miss."""
         if self.slo is None:
             return []
         found, since, busy_until = [], 0.0, float("-inf")
@@ -138,8 +140,7 @@ class RunClock:
         return bool(self._began)
 
     def seconds(self, clock: float) -> float | None:
-        """Seconds of the run. None: that time was lost when the run was interrupted, or belongs to the start of a
-        session that resumed it."""
+        """Seconds of the run. None: an interruption of the run lost that time, or a resumed session was starting."""
         session = max(bisect_left(self._began, (clock, float("inf"))) - 1, 0)
         began, before = self._began[session]
         at = before + clock - began
@@ -164,7 +165,7 @@ def run_loans(directory: Path, clock: Clock, events: Sequence[EventRecord]) -> l
 
 def recorded_loan(path: Path) -> LoanHistory | None:
     """The history from the record of a borrower alone, such as an agent's, in seconds since its first question. None if
-    it has no terms. Raises `RecordFormatError`."""
+    the record has no terms. Raises `RecordFormatError`."""
     began = next((line.at for line in read_lending(path) if not isinstance(line, LendingTerms)), 0.0)
     return _history(path.stem, path, (), lambda at: at - began, None)
 
@@ -234,7 +235,7 @@ def _requests(served: Iterable[ServedRequest], clock: Clock) -> Iterable[UserReq
 
 
 def _recalls(name: str, events: Sequence[EventRecord]) -> list[RecallSpan]:
-    """Spans from `recalled` to `lent_again`; one that has not ended lasts to the last event."""
+    """Spans from `recalled` to `lent_again`; a span without `lent_again` lasts to the last event."""
     spans, since = list[RecallSpan](), None
     for it in events:
         if it.worker == name and it.kind in ("recalled", "lent_again"):

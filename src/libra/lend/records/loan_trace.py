@@ -21,11 +21,12 @@ Span = TypeVar("Span", GrantSpan, ServingSpan)
 GROUP_NAME = "lent devices"
 _LANES = ("rollout", "serving", "recalled")  # of a device, from top to bottom
 _COLOURS = ("rail_response", "thread_state_iowait", "thread_state_uninterruptible")
-_KINDS = 5  # kinds of events of a device that may be many: slices of two lanes, and three counters
+_KINDS = 5  # kinds of events of a device whose number is limited: slices of two lanes, and three counters
 
 
 def draw_loans(trace: TraceFile, group: int, histories: Sequence[LoanHistory]) -> None:
-    """Draw histories in a group of their own, in half of the remaining room. Nothing is drawn if nothing was lent."""
+    """Draw histories in a group of their own, with at most half of the events that the trace has room for. Nothing is
+    drawn if nothing was lent."""
     if not histories:
         return
     trace.name_group(group, GROUP_NAME, group)

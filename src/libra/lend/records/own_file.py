@@ -1,8 +1,7 @@
 """Files that only their owner may open.
 
-Invariant: a descriptor from here belongs to a regular file with one name, which this process's user owns, and which no
-other user may read or write. No link is followed. So a file that another user prepared in a shared directory is never
-used.
+Invariant: an opened file is a regular file with one name. The user of this process owns the file, and no other user may
+read or write it. No link is followed. So a file that another user prepared in a shared directory is never used.
 """
 
 from __future__ import annotations

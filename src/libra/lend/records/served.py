@@ -41,7 +41,8 @@ def summarise(served: Sequence[ServedRequest], slo: Slo) -> ServedSummary | None
 
 
 def attributable(lent: Sequence[ServedRequest], alone: Sequence[ServedRequest], slo: Slo) -> int:
-    """Requests of one server that missed their SLO while it lent, and met it while it did not."""
+    """Number of requests to one server that missed their SLO with lending and met it without. `lent` and `alone` are
+    the same traffic."""
     met: Mapping[int, bool] = {it.number: not it.misses(slo) for it in alone}
     return sum(it.misses(slo) and met.get(it.number, False) for it in lent)
 

@@ -1,7 +1,7 @@
 """Certificates of a serving engine for lending: the largest load whose replay has no miss caused by lending.
 
 Invariant: every certified load was replayed against a borrower that spends every grant to its end, and compared with
-the same arrivals served alone. The queue of an envelope is within the bound of a first token.
+the same arrivals served alone. With the longest queue of an envelope, a first token still meets its bound.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requ
 
 WINDOW = 60.0  # seconds over which an envelope's rate is counted
 _INSTANT = ticks(1e-6)
-MISSED_ALONE = 0.01  # share of requests: serving that misses an SLO alone more often does not have that SLO
+MISSED_ALONE = 0.01  # share of requests: an engine that misses the SLO alone more often cannot have that SLO
 
 
 class NothingToLendError(ValueError):
-    """No load leaves time to lend under the SLO. One line, with the remedy."""
+    """No load leaves time to lend under the SLO. The message is one line with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class LendingCase:
     def __post_init__(self) -> None:
         if self.requests[-1].arrival - self.requests[0].arrival < _INSTANT:
             raise ValueError(
-                f"{self.traffic}: all its requests arrive at one time, so it has no rate; give two or more at different"
-                " times"
+                f"{self.traffic}: all requests arrive at one time, so the traffic has no rate; give requests at two"
+                " times or more"
             )
 
     @property
@@ -80,12 +80,12 @@ class LoadTrial:
     use: float
     rate: float  # requests/s
     lent: float  # share of the device
-    missed: int  # with lending
-    missed_alone: int
-    attributable: int  # of those missed, met alone
+    missed: int  # requests that missed the SLO with lending
+    missed_alone: int  # requests that missed the SLO without lending
+    attributable: int  # requests that missed the SLO only with lending
     longest_step: float  # seconds: bound of a step inside the envelope of this load
-    queue: int  # prompt tokens that may wait at this load so that every first token is in time, by its bound
-    refused: str | None  # why this load is not certified
+    queue: int  # most prompt tokens that may wait at this load if every first token is to meet its bound
+    refused: str | None  # reason why this load is not certified
     outcome: DeviceOutcome
 
 
@@ -105,16 +105,16 @@ def attempt(case: LendingCase, load: float, use: float, alone: Sequence[Request]
     if len(missed_alone) > MISSED_ALONE * len(outcome.requests):
         refused = f"serving alone misses the SLO of {len(missed_alone)} of {len(outcome.requests)} requests"
     elif longest > pace:
-        too_long = f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * pace:.0f}"
+        too_long = f"a serving step may take {1e3 * longest:.0f} ms, but the pace is {1e3 * pace:.0f} ms a token"
         refused = f"{too_long}: {_budget_that_fits(case, view, pace)}"
     elif queue < 1:
         shortest = case.longest_grant + 2 * longest
         refused = (
-            f"a first token may take {1e3 * shortest:.0f} ms, a grant and two steps, and its objective is"
-            f" {1e3 * case.slo.ttft:.0f}: lower the longest grant or max_num_batched_tokens"
+            f"a grant and two steps before a first token may take {1e3 * shortest:.0f} ms, but ttft is"
+            f" {1e3 * case.slo.ttft:.0f} ms: lower the longest grant or max_num_batched_tokens"
         )
     elif attributable:
-        refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO that meet it alone"
+        refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO because of lending"
     rate = len(outcome.requests) / seconds(outcome.requests[-1].arrival) if len(outcome.requests) > 1 else 0.0
     return LoadTrial(
         load,
@@ -147,13 +147,13 @@ def certify(
     loads: Sequence[float],
     progress: Callable[[LoadTrial], None] | None = None,
 ) -> tuple[Certificate, ...]:
-    """A certificate for each `use` that has one: the largest of `loads` up to which every load holds.
+    """Certify, for each `use`, the largest of `loads` up to which no load is refused.
 
-    Raises NothingToLendError, with the reason for refusing the lightest load, if there is none. Raises ValueError if
-    serving alone misses the SLO even at that load: then the engine cannot meet this SLO, with or without lending.
+    Raises NothingToLendError, with the reason for refusing the lightest load, if every `use` fails at that load. Raises
+    ValueError if serving alone already misses the SLO at the lightest load, so that lending is not to blame.
     """
     if not uses or not loads or min(loads) <= 0:
-        raise ValueError("give one use and one load or more, all above 0")
+        raise ValueError("uses and loads: give at least one of each; loads are above 0")
     held: dict[float, list[LoadTrial]] = {use: [] for use in uses}
     trying = list(uses)
     first_refusal: str | None = None
@@ -188,7 +188,7 @@ def _require_slo(case: LendingCase, load: float, alone: Sequence[Request]) -> No
     ttft, tpot = latencies(alone)
     parts = [("ttft", missed.ttft, slo.ttft, ttft), ("tpot", missed.tpot, slo.tpot, tpot)]
     late = " and ".join(
-        f"{key} of {objective:g} s for {len(those)} of {len(alone)} requests (99 % have theirs within {kept:.2g} s)"
+        f"{key} of {objective:g} s for {len(those)} of {len(alone)} requests (99 % have {kept:.2g} s or less)"
         for key, those, objective, kept in parts
         if those
     )

@@ -25,9 +25,9 @@ _HORIZON = 30.0  # seconds over which the granted share is averaged
 
 
 class LenderDevice:
-    """A serving engine's device, lent or not: it outlives the engines that borrow it. `share` is the share of time that
-    is granted while rollout has work: in the latest seconds, or at first the expected one. `exact` simulates every step
-    of serving: the same outcome, slower. `watched` keeps the history."""
+    """The device of a serving engine, lent or not. The device outlives the engines that borrow it. `share` is the share
+    of time that is granted while rollout has work: first an expected share, then the mean over recent seconds. `exact`
+    simulates every serving step, which is slower and has the same outcome. `watched` keeps the history."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class LenderDevice:
         watched: bool = False,
     ) -> None:
         if not 0 < share <= 1:
-            raise ValueError(f"share is {share:g}; the share of the time that is granted is above 0 and at most 1")
+            raise ValueError(f"share is {share:g}; give the granted share of time: above 0, at most 1")
         self.tenant = tenant
         self.at = 0  # tick from which the device is free
         self.lent = 0  # ticks that rollout computed
-        self.recalls = 0  # of engines that borrowed it
+        self.recalls = 0  # of engines that borrowed the device
         self.put_out = 0  # turns that were stopped because rollout's memory shrank
         self.share = share
         self._rule, self._exact = rule, exact
@@ -55,7 +55,7 @@ class LenderDevice:
 
     @property
     def recalled(self) -> str | None:
-        """Reason why the device is not lent; None: it is."""
+        """Reason why the device is not lent; None: the device is lent."""
         return None if self._watched is None else self._watched.recall.recalled
 
     def memory(self, now: int) -> int | None:
@@ -75,7 +75,7 @@ class LenderDevice:
         return blocks
 
     def ask(self, now: int) -> Grant | Refusal:
-        """Decide whether rollout gets the device, which is free now, next."""
+        """Decide whether rollout gets the device next. The device is free at `now`."""
         self.tenant.arrive(now)
         return self.decide(self.tenant.view(self._since), now)
 
@@ -95,8 +95,8 @@ class LenderDevice:
         self.at, self._since = end, 0
 
     def serve(self) -> None:
-        """Make a serving step, or wait for the next request. Raises RuntimeError if no request comes: then no rollout
-        step fits even the longest grant."""
+        """Make a serving step, or wait for the next request. Raises RuntimeError if no request will arrive: serving is
+        idle, so only a rollout step longer than the longest grant can have been refused."""
         end = self.tenant.step(self.at)
         if end is None:
             end = self.tenant.next_arrival
@@ -111,8 +111,7 @@ class LenderDevice:
         self._averaged, self._lent = end, self.lent
 
     def serve_alone(self, now: int) -> None:
-        """Serve, while rollout has nothing to do, until the device is free at `now` or later. The load is checked as
-        requests arrive."""
+        """Serve until the device is free at `now` or later; rollout has nothing to do. Each arrival checks the load."""
         tenant = self.tenant
         if self.at >= now:
             return
@@ -155,9 +154,9 @@ class LenderDevice:
 
 @dataclass(slots=True, eq=False, repr=False)
 class GrantedEngine(SimEngine):
-    """The rollout engine of one loan. On a recall of the loan it calls `recalled` with the tick, and the owner of the
-    engine then closes it. While serving has the device the engine waits; calls meanwhile take effect at the end of
-    serving's step."""
+    """The rollout engine of one loan. On a recall of the loan the engine calls `recalled` with the tick, and the
+    engine's owner then closes it. While serving has the device the engine waits; calls to it take effect at the end of
+    the serving step."""
 
     _: KW_ONLY
     device: LenderDevice
@@ -165,7 +164,7 @@ class GrantedEngine(SimEngine):
     _budgets: StepBudgets = field(init=False)
     _waits: bool = field(default=False, init=False)  # for the device, until `end`
 
-    # Zero-argument super() does not work in a class with slots, which dataclass makes anew.
+    # `dataclass` replaces a class with slots by a new one, in which super() without arguments does not work.
 
     def __post_init__(self) -> None:
         SimEngine.__post_init__(self)
@@ -179,7 +178,7 @@ class GrantedEngine(SimEngine):
             self.pool.resize(self.device.tenant.kv.own)
 
     def token_seconds(self, now: int) -> float:
-        """Like `SimEngine.token_seconds`, at the granted share of time."""
+        """`SimEngine.token_seconds` divided by the granted share of time."""
         return SimEngine.token_seconds(self, now) / self.device.share
 
     def recall_rate(self, now: int) -> float:
@@ -228,8 +227,8 @@ class GrantedEngine(SimEngine):
         return self.end
 
     def _fit_memory(self, now: int) -> bool:
-        """Set the blocks to the available ones: if they are fewer, stop the turns that were admitted last. Returns
-        whether they hold the longest turn."""
+        """Set the pool to the blocks that rollout has now, and stop the turns admitted last if these need more. Returns
+        whether the blocks suffice for the longest turn."""
         blocks = self.device.memory(now)
         if blocks is not None and blocks != self.pool.blocks:
             while self.pool.held > blocks:
@@ -243,7 +242,7 @@ class GrantedEngine(SimEngine):
         return kv is None or kv.useful
 
     def _use(self, now: int, grant: int) -> bool:
-        """Plan a step within the grant. Returns False if none fits."""
+        """Plan a step within the grant. Returns False if no step fits."""
         config = self._budgets.fitting(self, grant)
         if config is None:
             return False
@@ -256,7 +255,7 @@ class GrantedEngine(SimEngine):
         return True
 
     def _cut_run(self) -> None:
-        """Keep the planned iterations whose grants are consecutive, as if each requested a grant."""
+        """Keep the planned iterations up to the first that would not get a grant."""
         device, steps = self.device, 1
         following = device.tenant.next_arrival
         view = device.tenant.view(0)

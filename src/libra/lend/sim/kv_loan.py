@@ -1,7 +1,7 @@
-"""KV memory of one serving device, as it changes hands between the serving engine and the rollout engine.
+"""KV memory of one serving device, which the serving engine lends to the rollout engine and takes back.
 
-Invariant: serving decides as if there were no loan. It takes the blocks for a step at once, and rollout returns that
-memory at its next look: at the end of its step, at most a grant later.
+Invariant: serving decides as if there were no loan. Serving takes the blocks of a step at once. Rollout returns the
+memory at the end of its own step, at most a grant later.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class KVTerms:
 
 class KVLoan:
     """Both ends of a loan of KV memory, like `CededKV` and `BorrowedKV` for two vLLM engines. `serving` is the serving
-    engine. `rollout` describes the rollout engine: its blocks are its addresses, and its `max_model_len` is the longest
-    turn. Raises ValueError like `KVLimits`."""
+    engine. `rollout` is the configuration of the rollout engine, which has addresses for all its blocks and turns of up
+    to `max_model_len` tokens. Raises ValueError like `KVLimits`."""
 
     def __init__(self, terms: KVTerms, serving: SimEngine, rollout: EngineConfig) -> None:
         config = serving.config
         self._terms, self._serving = terms, serving
-        self._reserve = config.blocks(config.max_model_len) + config.max_num_seqs  # as the executor's
+        self._reserve = config.blocks(config.max_model_len) + config.max_num_seqs  # as in `CededKV`
         self._context = rollout.blocks(rollout.max_model_len)
         self.quota = KVQuota(
             KVLimits(
@@ -59,7 +59,7 @@ class KVLoan:
         return self.own * self._terms.rollout
 
     def served(self, free: int) -> None:
-        """Note that serving makes a step with `free` blocks free, ceded or not: it takes back the blocks that it
+        """Note that a serving step leaves `free` blocks free, ceded or not. The step takes back ceded blocks that it
         uses."""
         if free < self.ceded:
             self.ceded = free
@@ -81,7 +81,7 @@ class KVLoan:
 
     @property
     def _held(self) -> int:
-        """Serving's blocks that rollout has."""
+        """Number of serving's blocks whose memory rollout has."""
         return -(-max(0, self.own * self._terms.rollout - self._terms.beside) // self._terms.serving)
 
     def _cede(self) -> None:

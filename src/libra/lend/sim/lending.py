@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LenderOutcome:
-    """Outcome of one lender in a run; requests are those that arrived before its end."""
+    """Outcome of one lender in a run, for the requests that arrived before the end of the run."""
 
     name: str
     requests: int
     missed: Misses
-    attributable: frozenset[int]  # missed requests that are in time if nothing is lent
+    attributable: frozenset[int]  # missed requests that meet the SLO if nothing is lent
     lent: float  # seconds that rollout computed
     away: float  # seconds in which nothing was lent, because of recalls
     recalls: int
@@ -45,8 +45,8 @@ class LenderOutcome:
     uncovered: frozenset[int]  # requests that were present while the load was outside its envelope
     ttft: float  # seconds, at the 99th percentile
     tpot: float  # seconds, at the 99th percentile
-    margin: float | None  # seconds by which the closest token after a first one came before it was due; None: no token
-    history: LoanHistory | None = None  # of one that was watched
+    margin: float | None  # seconds, least from a token after the first to its due time; None: no such token
+    history: LoanHistory | None = None  # None: the device was not watched
 
     def document(self, seconds: float) -> dict[str, object]:
         """The outcome as JSON; requests are given by number, times in seconds."""
@@ -86,15 +86,16 @@ class _Lender:
 
 
 class Lending:
-    """Adds lent engines to a cluster, closes and adds them as devices are recalled and lent, and sends them weights."""
+    """Adds the lent engines to a cluster, closes an engine when its device is recalled, adds it again when the device
+    is lent, and sends the engines weights."""
 
     def __init__(self, tenancy: Tenancy, cluster: SimCluster, load: Pause, *, exact: bool) -> None:
         """`load` is the pause in which an engine loads new weights."""
         self._tenancy, self._cluster, self._load, self._exact = tenancy, cluster, load, exact
         self._wanted: dict[str, EngineSpec] = {}
         self._named: set[str] = set()  # all names that were ever wanted
-        self._lenders: dict[str, _Lender] = {}  # of the devices that serve
-        self._version = self._newest = 0  # of the weights that lent engines have, and of the newest weights
+        self._lenders: dict[str, _Lender] = {}  # by the name of the borrowing engine
+        self._version = self._newest = 0  # version that lent engines have, and the newest version
         self._sending = False
         self._starved: list[str] = []  # devices without memory to lend until the next version
 
@@ -110,7 +111,7 @@ class Lending:
         return frozenset(self._named)
 
     def want(self, specs: Iterable[EngineSpec], now: int) -> None:
-        """Borrow these engines from now on, and no others."""
+        """Borrow exactly these engines from now on."""
         before, self._wanted = self._wanted, {spec.name: spec for spec in specs}
         self._named |= self._wanted.keys()
         here = self._here()
@@ -139,7 +140,7 @@ class Lending:
         self._cluster.add(spec, make)
 
     def _recall(self, name: str, now: int) -> None:
-        self._cluster.at(now + 1, partial(self._close, name))  # others may have decided at this tick
+        self._cluster.at(now + 1, partial(self._close, name))  # after all other decisions of this tick
 
     def _close(self, name: str, now: int) -> None:
         if name not in self._here():
@@ -155,7 +156,7 @@ class Lending:
         if kv is not None and not kv.useful and it.device.recalled is None:
             self._starved.append(name)
             return
-        # Until the device is lent again, serving depends on nothing else: all its steps until then are made at once.
+        # Until the device is lent again, serving depends on nothing else, so `returns` makes all these steps at once.
         self._cluster.at(max(now, it.device.returns()), partial(self._return, name))
 
     def _return(self, name: str, now: int) -> None:
@@ -173,7 +174,7 @@ class Lending:
     # Weights
 
     def made(self, version: int, now: int) -> None:
-        """Note a new version. It is sent once the one before it has arrived; versions in between are skipped."""
+        """Note a new version. Engines get it after the version that is being sent; versions in between are skipped."""
         self._newest = version
         for it in self._lenders.values():
             if it.device.tenant.kv is not None:
@@ -244,7 +245,7 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
 
 
 def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
-    """Those of the first `came` requests that miss their SLO without lending."""
+    """Numbers of the requests, among the first `came`, that miss their SLO without lending."""
     case = serving.case
     cluster = SimCluster([case.spec], Requests(lambda: islice(serving.arrivals(), came), {}))
     cluster.run()
@@ -252,7 +253,7 @@ def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
 
 
 def _history(name: str, it: _Lender, served: Sequence[Request], blamed: frozenset[int], now: int) -> LoanHistory | None:
-    """The history of a lender; None: it was not watched."""
+    """The history of a lender; None: the device was not watched."""
     it.tell_recall(now)
     watch, case = it.device.watch, it.serving.case
     if watch is None:

@@ -22,7 +22,7 @@ _NAMES = {ServeFirst: "serve-first", Alternate: "naive", PositiveSlack: "publish
 
 
 class LoanWatch:
-    """Recorder for a device shared by `rule`. Times are ticks, those of the history seconds."""
+    """Recorder for a device shared by `rule`. Arguments are in ticks, the history is in seconds."""
 
     def __init__(self, rule: SharingRule) -> None:
         self._rule, self._envelope = rule, rule.envelope if isinstance(rule, WatchedRule) else None
@@ -70,7 +70,8 @@ class LoanWatch:
         requests: Iterable[Request],
         blamed: frozenset[int] | None,
     ) -> LoanHistory:
-        """The history so far. `requests` are the users' finished ones, in the order of their arrival."""
+        """The history so far. `requests` are users' requests in the order of arrival; unfinished requests are left
+        out."""
         return LoanHistory(
             name,
             _NAMES.get(type(self._rule), "gate"),

@@ -1,7 +1,7 @@
 """A serving engine and the borrower of its device, one step at a time.
 
-Invariant: the next step's owner is decided between two steps, from the state that serving reports. A step or a grant in
-progress is never cut. Serving runs whenever nothing is granted.
+Invariant: the sharing rule decides between two steps who owns the next step, from the state that serving reports. A
+step or a grant in progress is never cut. Serving runs whenever nothing is granted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from libra.sim.engine.request import Request
 
 
 class Borrower(Protocol):
-    """Interface of a borrower, which uses grants."""
+    """Interface of a borrower, which spends grants."""
 
     def spend(self, now: int, grant: int) -> int:
-        """Ticks of a step that begins now, at most `grant`; 0: there is nothing to do."""
+        """Make a step that begins at tick `now`. Returns its ticks, at most `grant`; 0: nothing to do."""
         ...
 
 
@@ -36,11 +36,11 @@ class SpendsAll:
 
 
 class RolloutBorrower:
-    """A rollout engine with `turns` turns always in flight, made by `next_turn`. A step computes the tokens that fit
-    into the grant: decoding first, then the next chunk of a prompt."""
+    """A rollout engine that always has `turns` turns in flight. A step computes the tokens that fit into the grant:
+    decoding first, then the next chunk of a prompt."""
 
     def __init__(self, spec: EngineSpec, turns: int, next_turn: Callable[[int, int], Request]) -> None:
-        """`next_turn(number, now)` makes the request that follows an ended one."""
+        """`next_turn(number, now)` makes the request that replaces a finished request."""
         self.engine = SimEngine(spec.config, spec.cost, exact=True)
         self.generated = 0
         self._turns, self._next_turn, self._made = turns, next_turn, 0
@@ -67,7 +67,7 @@ class RolloutBorrower:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutcome:
-    """Outcome of the serving requests, and use of the device's time. Ticks."""
+    """Outcome of the serving requests, and use of the device's time. Times are ticks."""
 
     requests: tuple[Request, ...]  # in the order of their arrival
     end: int
@@ -78,7 +78,7 @@ class DeviceOutcome:
     most_live: int
     most_queued: int
     most_context: int
-    margin: int | None  # ticks by which the closest token after a first one came before it was due; None: none came
+    margin: int | None  # least ticks from a token after the first to its due time; None: no such token
     uncovered: frozenset[int]  # requests that were present while the load was outside its envelope
 
     @property
@@ -87,7 +87,7 @@ class DeviceOutcome:
 
 
 class SharedDevice:
-    """One replay. `pace` is tau, in ticks. Make one for each replay."""
+    """One replay of one device; not reusable. `pace` is tau, in ticks."""
 
     def __init__(self, spec: EngineSpec, rule: SharingRule, borrower: Borrower, *, pace: int, prompt: int) -> None:
         self._spec, self._rule, self._borrower = spec, rule, borrower
@@ -113,7 +113,7 @@ class SharedDevice:
                     lent, grants, since, now = lent + spent, grants + 1, 0, now + spent
                     continue
             end = tenant.step(now)
-            if end is None:  # neither has anything to do
+            if end is None:  # neither serving nor rollout has anything to do
                 now = now if tenant.next_arrival is None else max(now, tenant.next_arrival)
                 continue
             longest, since, now = max(longest, end - now), since + 1, end

@@ -1,5 +1,5 @@
-"""Token budgets of a rollout step that fit a grant. If not all requests can decode in time, those admitted first do, as
-in vLLM.
+"""Token budgets of a rollout step that fit a grant. If not all requests can decode in time, the requests admitted first
+decode, as in vLLM.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _LEAST = 16  # tokens
 
 
 class StepBudgets:
-    """Configurations of an engine that differ in `max_num_batched_tokens`: each half of the one before. If all are too
-    large, one for the requests that can decode."""
+    """Configurations of an engine with `max_num_batched_tokens` halved again and again. If the steps of all of them are
+    too long, another configuration lets only some requests decode."""
 
     def __init__(self, config: EngineConfig) -> None:
         most = config.max_num_batched_tokens
@@ -25,7 +25,7 @@ class StepBudgets:
         self._cut: dict[int, EngineConfig] = {}  # by number of decoding requests
 
     def fitting(self, engine: EngineState, grant: int) -> EngineConfig | None:
-        """The largest configuration whose next step takes at most `grant` ticks; None: there is none."""
+        """The largest configuration whose next step takes at most `grant` ticks; None: no step fits."""
         widest, generation = self._configs[0], engine.flight.generation
         decoding, context = generation.count, generation.context
         if decoding and _decodes_only(engine, widest.max_num_seqs):
@@ -45,8 +45,8 @@ class StepBudgets:
         return self._some(engine, grant)
 
     def _some(self, engine: EngineState, grant: int) -> EngineConfig | None:
-        """The configuration for the most requests that can decode in time, without prefill; None: there are none. Each
-        is assumed to have the total context."""
+        """The configuration for the most requests that can decode in time, without prefill; None: not even one can. The
+        batch of the chosen requests is priced with the context of all requests."""
         context = engine.flight.generation.context
 
         def ticks(decoding: int) -> int:
@@ -69,6 +69,6 @@ def _with_budget(config: EngineConfig, budget: int) -> EngineConfig:
 
 
 def _decodes_only(engine: EngineState, max_num_seqs: int) -> bool:
-    """Whether nothing can be admitted, and no prompt is computed."""
+    """Whether the next step only decodes: no prompt is in progress, and no request can be admitted."""
     waits = engine.waiting and not engine.blocked and len(engine.running) < max_num_seqs
     return not (engine.partials or waits)

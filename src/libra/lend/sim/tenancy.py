@@ -33,14 +33,14 @@ from libra.sim.workload.requests import RecordedRequest, around
 
 @dataclass(frozen=True, slots=True)
 class ServingDevice:
-    """A device that serves, one step at a time with its borrower."""
+    """A serving device and the terms on which it is shared with a borrower."""
 
     case: LendingCase
-    use: float  # share of its tpot that serving may be slowed down to
-    rule: Callable[[], SharingRule]  # a new one for each run; times are ticks
+    use: float  # share of `slo.tpot` to which serving may be slowed down
+    rule: Callable[[], SharingRule]  # makes a new rule for each run; times are ticks
     share: float  # of the device's time that is expected to be lent
-    kv: KVTerms | None = None  # None: a lent engine has all of its KV memory, always
-    begins: float | None = None  # share of the traffic at which it begins; the traffic then repeats; None: it runs once
+    kv: KVTerms | None = None  # None: the lent engine always has all of its KV memory
+    begins: float | None = None  # share of the traffic at which a repeating replay begins; None: one replay, no repeat
 
     def arrivals(self) -> Iterator[Request]:
         """The requests of the traffic, the same at each call."""
@@ -51,12 +51,12 @@ class ServingDevice:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """The serving devices, by the names of the engines that borrow them. A lent engine that is not among them has its
-    device to itself, `start` seconds after the request for it."""
+    """The serving devices of a plan, by the names of the engines that borrow them. A lent engine without an entry in
+    `devices` shares its device with nothing, and starts `start` seconds after it was requested."""
 
     devices: Mapping[str, ServingDevice]
     start: float = 0.0
-    weights: float = 0.0  # seconds to send a version to all of them
+    weights: float = 0.0  # seconds to send a version to all lent engines
     watched: bool = False  # keep the history of each device, step by step, for display
 
     def service(self, cluster: SimCluster, load: Pause, *, exact: bool) -> Lending:
@@ -65,7 +65,7 @@ class Tenancy:
     def __post_init__(self) -> None:
         for name in ("start", "weights"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name):g} s; it cannot be negative")
+                raise ValueError(f"{name} is {getattr(self, name):g} s; give 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class TenantEngine:
 def tenancy_of(
     plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPolicy, *, quota: bool = False
 ) -> Tenancy:
-    """Tenancy of a plan: on each device that it borrows, the gate inside its certificate's envelope. `serving` has the
-    serving engine of each pool, by name. Devices begin at evenly spaced moments of the traffic. A version takes the
-    time to cross the pool's network whole. With a `quota` a lent engine has the KV memory that serving currently cedes,
-    up to the plan's amount; without one it always has the plan's amount.
+    """Make the tenancy of a plan. A gate, inside its certificate's envelope, shares each borrowed device. `serving` has
+    the serving engine of each pool, by name. The traffic of the devices begins at evenly spaced moments of the log.
+    Sending a version takes the time of a whole version on the pool's network. With `quota` a lent engine has the KV
+    memory that serving currently cedes, up to the plan's amount; without `quota` it always has the plan's amount.
 
-    Raises ValueError if another engine serves than the certified one, or `serving` lacks a pool.
+    Raises ValueError if a serving engine is not the certified one, or `serving` lacks a pool.
     """
     lent, request = beside_lent(plan), plan.of_cluster
     version = version_bytes(request.recipe, request.model)
@@ -97,7 +97,7 @@ def tenancy_of(
         assert isinstance(engine, LentEngine)
         pool, certificate = engine.lender.pool, engine.certificate
         if pool not in serving:
-            raise ValueError(f"the plan borrows from {pool}: give the engine and traffic that serve there")
+            raise ValueError(f"the plan borrows from {pool}: give the serving engine of this pool and its traffic")
         here = serving[pool]
         other = certificate.mismatch(here.model, here.hardware, certificate.slo, here.parameters)
         if other is not None:
@@ -112,8 +112,8 @@ def tenancy_of(
 
 
 def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) -> KVTerms:
-    """The KV memory of both engines. The serving engine has the memory of its description, all of its KV blocks
-    included. Raises ValueError if that leaves no room for the other's weights."""
+    """The KV memory of both engines. The serving engine has the memory of its description, with all its KV blocks.
+    Raises ValueError if the rest of the device has no room for the rollout engine's weights."""
     model, recipe, tp = request.model, request.recipe, lent.lender.devices
     quantization = rollout_quantization(recipe)
     gpu, batched = request.lending_nodes(lent.lender).gpu, serving.config.max_num_batched_tokens

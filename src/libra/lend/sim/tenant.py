@@ -37,8 +37,8 @@ class EngineServingCost:
 
     def longest_step(self, view: ServingView) -> int:
         """Ticks of the longest step: all live requests decode a token each, and the rest of the budget is the last
-        chunk of the longest prompt, whose attention costs most. Contexts are rounded up, so few steps have to be
-        priced."""
+        chunk of the longest prompt, the chunk with the longest attention. Contexts are rounded up to pages, so that
+        only a few different steps need a price."""
         pages = -(-(view.context + view.live + self._prompt) // _CONTEXT_PAGE)
         longest = self._longest.get((view.live, pages))
         if longest is None:
@@ -62,8 +62,8 @@ class EngineServingCost:
 
 
 class ServingTenant:
-    """A serving engine and its requests in the order of arrival, made as they are taken. `pace` is tau, in ticks;
-    `prompt` the longest prompt's tokens."""
+    """A serving engine and its traffic. `requests` yields requests in the order of arrival, and is read lazily. `pace`
+    is tau, in ticks; `prompt` is the longest prompt, in tokens."""
 
     def __init__(self, spec: EngineSpec, requests: Iterable[Request], *, pace: int, prompt: int) -> None:
         self.engine = SimEngine(spec.config, spec.cost, exact=True)
@@ -71,15 +71,15 @@ class ServingTenant:
         self.came: list[Request] = []
         self.computed = 0  # ticks
         self.made = 0  # steps
-        self.margin = math.inf  # ticks by which the closest token after a first one came before it was due
-        self.kv: KVLoan | None = None  # of its memory; None: no memory is lent
-        self.closest = math.inf  # like `margin`, for the steps that were made last
-        self.served = 0  # requests that ran in those steps
+        self.margin = math.inf  # least ticks from a token after the first to its due time
+        self.kv: KVLoan | None = None  # loan of KV memory; None: no memory is lent
+        self.closest = math.inf  # like `margin`, for the latest call of `step` or `steps_until`
+        self.served = 0  # requests that ran in that call
         self.uncovered: set[int] = set()  # requests that were present while the load was outside its envelope
         self._coming = iter(requests)
         self._next = next(self._coming, None)
         self._pace = pace
-        self._waiting: dict[Request, None] = {}  # without a first token, in the order of arrival
+        self._waiting: dict[Request, None] = {}  # requests without a first token, in the order of arrival
         self._due: list[tuple[int, int, Request]] = []  # (due tick less `pace` x steps made, number, request)
         self._decoding: set[Request] = set()
         self._preempted = 0
@@ -95,7 +95,7 @@ class ServingTenant:
         return bool(self._waiting or self._decoding)
 
     def arrive(self, now: int) -> bool:
-        """Submit the requests that have arrived by `now`. Returns whether there were any."""
+        """Submit the requests that have arrived by `now`. Returns whether a request has arrived."""
         before = self._next
         while self._next is not None and self._next.arrival <= now:
             request, self._next = self._next, next(self._coming, None)
@@ -106,13 +106,13 @@ class ServingTenant:
         return self._next is not before
 
     def step(self, now: int) -> int | None:
-        """Make a step that begins now. Returns the tick of its end; None: there is nothing to do."""
+        """Make a step that begins at `now`. Returns the tick of its end; None: nothing to do."""
         end = self.engine.plan(now)
         return None if end is None else self._made(now, end)
 
     def steps_until(self, now: int, until: int) -> int | None:
-        """Make steps from now on, until the first end at or after `until` or the next arrival. Equal to repeated `step`
-        calls."""
+        """Make steps until the first that ends at or after `until` or the next arrival. Equal to repeated calls of
+        `step`."""
         engine = self.engine
         engine.most_steps = UNLIMITED
         end = engine.plan(now)
@@ -151,14 +151,14 @@ class ServingTenant:
                 self._decoding.add(request)
                 heappush(self._due, (now + self._pace - self._pace * self.made, request.number, request))
         self._decoding -= ended
-        if self.engine.preemptions != self._preempted:  # some have no token of this step: count them all again
+        if self.engine.preemptions != self._preempted:  # a preempted request got no token: count all tokens again
             self._preempted = self.engine.preemptions
             self._due = [(self._due_of(it, now) - self._pace * self.made, it.number, it) for it in self._decoding]
             heapify(self._due)
 
     def _closest(self, due: float, end: int) -> float:
-        """Smallest margin, in ticks, of the tokens of the steps that end now; the first one is due at `due`. In each
-        piece steps grow evenly, so the smallest margin is at one of its ends."""
+        """Smallest margin, in ticks, of the tokens of the steps that have just ended; the first token was due at `due`.
+        In each piece the steps grow linearly, so its smallest margin is at one of its ends."""
         steps, pieces = self.engine.steps, self.engine.pieces
         if not steps:
             return due - end
@@ -170,7 +170,7 @@ class ServingTenant:
         return request.first_token + self.engine.generated_by(request, now) * self._pace
 
     def _earliest(self) -> float:
-        """Tick at which the earliest of the next tokens is due; inf: no request has its first token."""
+        """Earliest due tick of a next token; inf: no request has its first token."""
         while self._due and self._due[0][2] not in self._decoding:
             heappop(self._due)
         return self._due[0][0] + self._pace * self.made if self._due else math.inf
@@ -192,7 +192,7 @@ class ServingTenant:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Requests whose SLO was missed, by their numbers."""
+    """Numbers of the requests that missed the SLO of the first token, or of later tokens."""
 
     ttft: frozenset[int]
     tpot: frozenset[int]
@@ -219,8 +219,8 @@ def misses(requests: Iterable[Request], ttft: float, tpot: float) -> Misses:
 
 
 def latencies(requests: Iterable[Request], share: float = 0.99) -> tuple[float, float]:
-    """(seconds to the first token, seconds per later token) within which this share of the finished requests stayed; 0
-    if none finished."""
+    """The `share` quantiles, over finished requests, of the seconds to the first token and the seconds per later token;
+    0 if no request finished."""
     ended = [
         (it.first_token - it.arrival, it.finish - it.first_token, it.output_tokens)
         for it in requests

@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 class Load:
     """The load of one serving engine."""
 
-    rate: float  # requests that came in the last `window` seconds, a second
+    rate: float  # requests per second, over the last `window` seconds
     queued: int  # prompt tokens of requests without a first token
     live: int  # requests that have not finished
-    context: int  # tokens of their contexts
+    context: int  # tokens of the contexts of live requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Envelope:
                 raise ValueError(f"{field.name} of an envelope is {value:g}; it must be above 0")
 
     def used(self, load: Load) -> float:
-        """The largest of the load's parts, each as a share of the envelope's: above 1 the load is outside."""
+        """The largest ratio of a part of the load to the envelope's limit; above 1 the load is outside."""
         parts = load.rate / self.rate, load.queued / self.queued, load.live / self.live, load.context / self.context
         return max(parts)
 
@@ -53,9 +53,9 @@ class Envelope:
 
 
 class RateWindow:
-    """Requests a second over the last `window` seconds, from the total count. Requests before the first call do not
-    count. Times never fall; the count falls if the engine was restarted, which begins a new window. After more than a
-    window without a call, requests are assumed to have arrived evenly meanwhile."""
+    """Requests per second over the last `window` seconds, from the total count. Requests before the first call do not
+    count. Times must not fall. A lower count means that the engine was restarted, and begins a new window. If more than
+    a window has passed since the last call, requests are assumed to have arrived evenly since then."""
 
     def __init__(self, window: float) -> None:
         if not window > 0:

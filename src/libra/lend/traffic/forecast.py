@@ -1,7 +1,7 @@
 """Forecast of traffic: the season, the recent level, and the errors of past forecasts.
 
 Invariant: the stated error of a forecast is that of its own past forecasts, made the same way from the data at that
-time. Before there are enough of them there is no forecast.
+time. Without enough past forecasts there is no forecast.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class RateForecast:
 
 
 class TrafficForecast:
-    """Forecast of the rates of bins of equal length, from earlier ones.
+    """Forecast of the rates of bins of equal length, from the rates of earlier bins.
 
-    The forecast of a bin is its season times the level. The season is an exponentially weighted mean, over earlier
-    periods, of the rate of the same bin over its period's mean (ones until a period is over). The level is such a mean
-    of recent rates over their season (Holt & Winters' multiplicative form, without a trend).
+    The forecast of a bin is its season times the level. The season of a bin compares the bin's rate with the mean rate
+    of its period: an exponentially weighted mean of their ratio over earlier periods, 1 in the first period. The level
+    is an exponentially weighted mean of recent rates, each divided by its season (Holt & Winters' multiplicative form,
+    without a trend).
     """
 
     def __init__(self, bin_seconds: float, period_bins: int, *, level_weight: float = 0.3, season_weight: float = 0.3):
@@ -56,7 +57,8 @@ class TrafficForecast:
         self._errors: dict[int, deque[float]] = {}  # horizon: log of actual over forecast
 
     def observe(self, rate: float, horizons: tuple[int, ...] = (1,)) -> None:
-        """Add the rate of the bin that has ended, in requests/s. Errors are kept of `horizons`, in bins ahead."""
+        """Add the rate of the bin that has ended, in requests/s. The errors of forecasts `horizons` bins ahead are
+        kept."""
         if not 0 <= rate < math.inf:
             raise ValueError(f"a rate of {rate:g} requests/s; it must be 0 or more, and finite")
         for horizon, forecast in self._made.pop(self._bins, ()):
@@ -103,7 +105,7 @@ class TrafficForecast:
 
 def forecast_from(arrivals: Sequence[float], bin_seconds: float, period_bins: int, cases: int = 9) -> RateForecast:
     """Forecast of the bin after the last whole one of a log, whose first bin begins at 0. `arrivals` are seconds,
-    rising. Raises ValueError if the log is too short for the errors of a forecast to be known."""
+    rising. Raises ValueError if the log has too few bins for a forecast."""
     made = TrafficForecast(bin_seconds, period_bins)
     bins = int(arrivals[-1] / bin_seconds) if len(arrivals) else 0
     ends = np.searchsorted(arrivals, np.arange(bins + 1) * bin_seconds)

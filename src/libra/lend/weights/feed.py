@@ -1,8 +1,9 @@
 """A node's feed of weights: stored deltas, and whole chunks for a reader that is too far behind.
 
 Invariant: the feed keeps all deltas of every chunk from version `kept_from` to `newest`. A reader gets each delta once,
-or the whole chunk if its version is older. So a reader that applies everything reaches the feed's version, from any
-start. Bytes for slow readers are stored once for all readers. The feed does no I/O; its writer awaits `room` first.
+or the whole chunk if the reader's version is older than `kept_from`. So a reader that applies everything reaches the
+feed's version, from any start. All readers share one copy of the kept bytes. The feed does no I/O; its writer awaits
+`room` before it adds an item.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 from libra.backends.weights.grid import Grid, Mask, Versions
 from libra.lend.weights.wire import NOTHING, Chunk, Complete, Kept, pack, runs
 
-# Most bytes of deltas that are kept, as a share of the weights' size. A reader that is further behind gets everything,
-# which is not much more.
+# Most bytes of kept deltas, as a share of the weights' size. A reader that is further behind gets whole chunks, which
+# are not much larger than the deltas that it lacks.
 _KEPT_SHARE = 0.25
 
 
@@ -28,11 +29,11 @@ class Store(Protocol):
 
     @property
     def versions(self) -> Versions:
-        """Version of each chunk; `NOTHING` if there is none."""
+        """Version of each chunk; `NOTHING` for a chunk that the store lacks."""
         ...
 
     def chunk(self, number: int) -> Chunk:
-        """A chunk that exists."""
+        """The whole chunk `number`, which the store must have."""
         ...
 
 
@@ -45,30 +46,31 @@ class KeptFrame:
 
 
 class FeedReader:
-    """Progress of one reader: the version of each chunk that it was given, and its position among the kept items."""
+    """Progress of one reader: the last version of each chunk that it got, and its position among the kept items."""
 
     def __init__(self, have: Versions, wanted: Mask) -> None:
         self.have, self.wanted = have, wanted
-        self.place = 0  # of the next entry, counted from the first that there ever was
-        self.stock: object = None  # of whole chunks, when it was last seen what the reader lacks of them
-        self.owed: deque[int] = deque()  # chunks to be given whole
-        self.untold: deque[Complete] | None = None  # what is complete of those; None: it is not looked for yet
+        self.place = 0  # number of the next entry, counted from the feed's first entry ever
+        self.stock: object = None  # the feed's `_stock` for which `owed` was computed
+        self.owed: deque[int] = deque()  # chunks that the reader has to get whole
+        self.untold: deque[Complete] | None = None  # messages that follow the whole chunks; None: not made yet
 
 
 class Feed:
-    """`lineage` distinguishes the versions of one run from those of another; a follower takes its source's."""
+    """The kept items of one node, and the readers' next frames. `lineage` distinguishes the versions of one run from
+    those of another; a follower uses the lineage of its source."""
 
     def __init__(self, grid: Grid, own: Mask, lineage: str = "", kept_bytes: int | None = None) -> None:
         self.grid, self.own = grid, own
         self.kept_bytes = int(_KEPT_SHARE * grid.size) if kept_bytes is None else kept_bytes
-        self.first: FeedReader | None = None  # that nothing is forgotten before
+        self.first: FeedReader | None = None  # the node's own mirror: entries are kept until it has read them
         self._store: Store | None = None
-        self._stock = object()  # another one whenever the store has something else
+        self._stock = object()  # replaced whenever the chunks of the store change
         self._changed = asyncio.Event()
         self.begin(lineage, np.full(len(grid), NOTHING, np.int64))
 
     def begin(self, lineage: str, newest: Versions) -> None:
-        """Keep nothing, and continue from these versions of that lineage."""
+        """Drop all items, and continue from the versions `newest` of `lineage`."""
         self.lineage = lineage
         self.newest, self.kept_from = newest.copy(), newest.copy()
         self.completed = np.full(len(self.grid), NOTHING, np.int64)
@@ -85,7 +87,7 @@ class Feed:
 
     @property
     def kept(self) -> int:
-        """Bytes that are kept."""
+        """Total bytes of the kept frames."""
         return self._bytes
 
     def entries(self) -> tuple[KeptFrame, ...]:
@@ -93,7 +95,7 @@ class Feed:
         return tuple(self._entries)
 
     def add(self, item: Kept, frame: bytes) -> bool:
-        """Keep an item that follows the kept ones. False: it is a duplicate, or one before it is missing."""
+        """Keep an item that follows the kept items. False: the item is a duplicate, or its predecessor is missing."""
         if isinstance(item, Chunk):
             newest = self.newest[item.number]
             if item.version <= newest or not (item.whole or item.base == newest):
@@ -114,7 +116,9 @@ class Feed:
         return True
 
     def lost(self, number: int, have: int) -> None:
-        """Note that the node's own mirror could not use a chunk: the feed continues from the mirror's version."""
+        """Note that the node's own mirror could not use a chunk. The feed continues from the mirror's version `have`.
+
+        A reader that needs an older version gets the whole chunk."""
         self.newest[number] = have
         self.kept_from[number] = max(self.kept_from[number], have)
         if self.first is not None:
@@ -122,7 +126,7 @@ class Feed:
         self._announce()
 
     def next(self, reader: FeedReader) -> KeptFrame | None:
-        """The next frame for the reader; None if there is none. The reader counts as having it from then on."""
+        """The next frame for the reader, which is then counted as received; None: no frame is left."""
         if reader.place < self._dropped:
             reader.place, reader.stock = self._dropped, None
         if reader.stock is not self._stock and self._store is not None:
@@ -142,13 +146,14 @@ class Feed:
         return entry
 
     def complete(self, reader: FeedReader) -> int:
-        """The latest version that is complete in the chunks that the reader can get here, and that it was given."""
+        """The latest version that is complete in all chunks that the reader wants and can get here, and that the reader
+        has got."""
         given = np.minimum(reader.have, self.completed)[self.own & reader.wanted]
         return int(given.min(initial=self.completed.max()))
 
     def _whole(self, reader: FeedReader) -> KeptFrame | None:
-        """The next whole chunk, of those whose deltas are not kept back to the reader's version; after all these, how
-        far they are complete."""
+        """The next whole chunk for the reader, where deltas no longer reach back to its version. After the last whole
+        chunk, messages about the version that these chunks complete."""
         if self._store is None:
             return None
         while reader.owed:
@@ -163,8 +168,8 @@ class Feed:
         return None
 
     def _complete(self, reader: FeedReader) -> Iterator[Complete]:
-        """The complete version of the chunks that the reader can get here, if it has them all. Otherwise deltas for it
-        remain, and the same messages follow them."""
+        """Messages that a version is complete, if the reader has that version of all chunks it can get here. Otherwise
+        deltas of the version are still to come, and kept messages follow them."""
         version = int(self.completed[self.own].min())
         if version == NOTHING or np.any(reader.have[self.own & reader.wanted] < version):
             return
@@ -186,14 +191,14 @@ class Feed:
         return self._changed.wait()
 
     async def room(self) -> None:
-        """Wait until no more than `kept_bytes` are kept. Slow remote readers get whole chunks; the node's own mirror is
-        waited for."""
+        """Wait until at most `kept_bytes` are kept, for which the node's own mirror must have read its items. Slow
+        remote readers are not waited for; they get whole chunks."""
         while self._bytes > self.kept_bytes and self.first is not None and self.first.place <= self._dropped:
             await self.changed()
 
     async def turn(self, item: Kept, others: Mask) -> None:
-        """Wait until the other senders' chunks are as far as those of the sender of `item`, before `item` begins a
-        version: otherwise a mirror might never have one version everywhere."""
+        """Wait, before `item` begins a version, until the chunks of other senders have reached the newest version.
+        Otherwise a mirror might never have one version everywhere."""
         while self.begins(item) and np.any(self.newest[others] < self.newest.max()):
             await self.changed()
 

@@ -1,10 +1,11 @@
 """A process that keeps a node's weights, for engines in other processes: `python -m libra.lend.weights.follower`.
 
-Invariant: the process reports each version to its owner, and then does not write to that half of the memory before the
-owner has answered. It ends with its owner. The owner writes one JSON line, the order, to the standard input of the
-process. From its standard output the owner reads the address at which others may follow this node, and then each
-version. The owner answers each version with a line when its engines have loaded it. The last line of standard error is
-the reason of its end.
+Invariant: the process reports each version to its owner, and does not write to that half of the memory before the owner
+has answered. The process ends with its owner.
+
+The owner writes one JSON line, the order, to standard input of the process. On standard output the process first writes
+the address at which others may follow this node, and then each version. The owner answers each version with a line when
+its engines have loaded the version. The last line of standard error is the reason why the process ended.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from libra.lend.weights.node import Address, LinkPatience, UpstreamLostError, We
 
 
 class FollowWeights(msgspec.Struct, frozen=True):
-    """Order to a follower. `descriptor` is the memory that engines load from, as in `WeightBuffer`, and the process
-    inherits it. `sources` are the addresses of each source, a relay before its own source. `ranges` are the bytes that
-    engines read, or empty for all."""
+    """Order to a follower. `descriptor`, which the process inherits, is the memory that engines load from, as in
+    `WeightBuffer`. `sources` are the addresses of each source: relays first, then the source that they follow. `ranges`
+    are the bytes that engines read; empty: all."""
 
     grid: Grid
     descriptor: int
@@ -48,7 +49,7 @@ FollowerWord = FollowerPlace | LoadWeights
 
 
 async def follow(order: FollowWeights) -> None:
-    """Follow until the sources are lost (raises `UpstreamLostError`), or the owner ends (raises `EOFError`)."""
+    """Follow the sources. Raises `UpstreamLostError` when all are lost, and `EOFError` when the owner ends."""
     grid, owner = order.grid, asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(owner), sys.stdin)
     if os.fstat(order.descriptor).st_size < BUFFERS * grid.size:
@@ -60,7 +61,7 @@ async def follow(order: FollowWeights) -> None:
     async def listen() -> None:
         while answer := await owner.readline():
             loaded.put_nowait(answer)
-        raise EOFError("its owner has ended")
+        raise EOFError("the owner of the follower has ended")
 
     async def load(weights: LoadWeights) -> None:
         _say(weights)

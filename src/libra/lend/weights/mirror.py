@@ -1,8 +1,8 @@
-"""A node's copy of the weights, in two halves: engines load one while the next version is built in the other.
+"""A node's copy of the weights, in two halves: engines load one half while the next version is built in the other half.
 
-Invariant: the half that engines load is one published version, and every chunk of it was checked against the sender's
-checksum after it was written. A delta is applied only to its own base. A failed chunk becomes invalid and has to be
-requested as a whole; this does not affect the half that engines load.
+Invariant: the half that engines load is one published version. Every chunk of this half was checked against the
+sender's checksum after it was written. A delta is applied only to its own base. A chunk that fails the check becomes
+invalid, and the node has to request the whole chunk; the half that engines load is not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra.lend.weights.wire import NOTHING, Chunk, Complete
 
 
 class Mirror:
-    """`halves` are the bytes of both, `wanted` the chunks that this node keeps."""
+    """`halves` are the bytes of both halves, `wanted` the chunks that this node keeps."""
 
     def __init__(self, grid: Grid, halves: tuple[Vector, Vector], wanted: Mask) -> None:
         if not wanted.any():
@@ -26,13 +26,13 @@ class Mirror:
         self.grid, self.wanted = grid, wanted
         self._halves = halves
         self._sums: tuple[Sums, Sums] = (np.zeros(len(grid), np.uint32), np.zeros(len(grid), np.uint32))
-        self.half = 0  # that engines load
+        self.half = 0  # index of the half that engines load
         self.forget()
 
     def forget(self) -> None:
         """Forget all contents."""
         self.held = NOTHING  # the version that engines load
-        self.checksum: int | None = None  # of all weights of that version; None: not told
+        self.checksum: int | None = None  # of all weights of that version; None: unknown
         self._staged = self._nothing()
         self._confirmed = self._nothing()
         self._distrusted = np.zeros(len(self.grid), np.bool_)
@@ -40,7 +40,7 @@ class Mirror:
 
     @property
     def versions(self) -> Versions:
-        """Versions of the chunks that others can get here: those that engines load."""
+        """Versions of the chunks in the half that engines load, which other nodes can get here."""
         return np.where(self.wanted & ~self._distrusted, self.held, NOTHING)
 
     @property
@@ -53,16 +53,16 @@ class Mirror:
         return self._halves[self.half]
 
     def chunk(self, number: int) -> Chunk:
-        """A whole chunk of those that engines load."""
+        """A whole chunk of the version that engines load."""
         content = self.content()[self.grid.span(number)]
         return Chunk(number, self.held, NOTHING, 0, int(self._sums[self.half][number]), content.tobytes())
 
     def take(self, chunk: Chunk) -> bool:
-        """Put a chunk into the next version. False: it is a duplicate, is not wanted, or its base is missing. Raises
-        `WeightUpdateError` if the result does not match its sender's checksum."""
+        """Put a chunk into the next version. False: the chunk is a duplicate, is not wanted, or its base is missing.
+        Raises `WeightUpdateError` if the result does not match the sender's checksum."""
         number = chunk.number
         if not 0 <= number < len(self.grid):
-            raise WeightUpdateError(f"chunk {number} of {len(self.grid)}")
+            raise WeightUpdateError(f"chunk number {number} is not below {len(self.grid)}; the sender has another grid")
         usable = NOTHING if self._distrusted[number] else self.held
         if not self.wanted[number] or chunk.version <= max(usable, self._staged[number]):
             return False
@@ -91,11 +91,11 @@ class Mirror:
             self._checksums[complete.version] = complete.checksum
 
     def is_late(self, chunk: Chunk) -> bool:
-        """Whether its version was confirmed before it arrived."""
+        """Whether the chunk's version was confirmed before the chunk arrived."""
         return bool(self._confirmed[chunk.number] >= chunk.version)
 
     def settle(self) -> bool:
-        """Swap the halves if another version is whole and published; returns whether it did."""
+        """Swap the halves if the next version is whole and published. Returns whether the halves were swapped."""
         staged = self._staged[self.wanted]
         version = int(staged[0])
         if version <= self.held or np.any(staged != version) or np.any(self._confirmed[self.wanted] < version):
@@ -114,7 +114,7 @@ class Mirror:
     def _apply(self, chunk: Chunk, base: delta.Numbers, base_sum: int, into: delta.Numbers) -> None:
         if base_sum != chunk.base_sum:
             raise self._failed(chunk, f"it was made from another version {chunk.base}")
-        self._staged[chunk.number] = NOTHING  # until it is known to be what it should
+        self._staged[chunk.number] = NOTHING  # until `take` has checked the result
         try:
             delta.apply(chunk.payload, base, into)
         except delta.DeltaError as error:

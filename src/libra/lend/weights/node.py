@@ -1,11 +1,11 @@
-"""A node that keeps weights: it follows a source or a relay, has its engines load whole versions, and is a relay
-itself.
+"""A node that keeps weights: the node follows a source or a relay, has its engines load whole versions, and is itself a
+relay for other nodes.
 
-Invariant: chunks are relayed before this node uses them, and once to each reader. So a chunk crosses the link to a
-cluster once, if one of its nodes follows the source and the others follow that node. A version reaches `load` only from
-a mirror that has checked it, and its half is not written before `load` has returned. Newer chunks go to the other half
-meanwhile, and no reader waits for this node's engines. Chunks that are damaged, missing or of another base are
-requested again, a bounded number of times: `UpstreamLostError`.
+Invariant: the node relays a chunk before it uses the chunk, and once to each reader. So a chunk crosses the link to a
+cluster once if one node of the cluster follows the source and the others follow that node. `load` gets only versions
+that the mirror has checked, and the half of such a version is not written before `load` has returned. Newer chunks then
+go to the other half, and no reader waits for this node's engines. The node requests damaged or missing chunks, and
+chunks of another base, again: a bounded number of times before `UpstreamLostError`.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class LinkPatience:
-    """Limits of the time that one end waits for the other."""
+    """Limits on the time for which one end of a connection waits for the other."""
 
     beat: float = 2.0  # seconds without news after which a `Beat` is sent
     silence: float = 10.0  # seconds without a byte after which the other end counts as gone
-    attempts: int = 8  # in a row that bring nothing
-    pause: float = 0.1  # seconds after the first of them, twice as many after each one more
+    attempts: int = 8  # attempts in a row without a new item before the source is lost
+    pause: float = 0.1  # seconds after the first such attempt; doubled after each further attempt
 
     def __post_init__(self) -> None:
         if not 0 < self.beat < self.silence or self.attempts < 1 or self.pause < 0:
-            raise ValueError(f"{self}: beat must be less than silence, and attempts 1 or more")
+            raise ValueError(f"{self}: give 0 < beat < silence, attempts of 1 or more, and a pause of 0 or more")
 
 
-_TURNS = 8  # of the event loop until the first frame of an accepted connection is read, at most
+_TURNS = 8  # most turns of the event loop from accepting a connection to reading its first frame
 _BACKLOG = 1024  # connections waiting to be accepted
-_FAILURES = 8  # of chunks that arrived as they were sent and do not lead where they should, before one is an error
+_FAILURES = 8  # undamaged chunks with a wrong result that are requested again, before such a chunk is an error
 
 
 class UpstreamLostError(ConnectionError):
-    """None of a node's sources sends weights any more."""
+    """A source of the node, and its relays, no longer send weights."""
 
 
 # --- the sender ------------------------------------------------------------------------------------------------------
@@ -82,11 +82,11 @@ async def served(
     port: int = 0,
     limits: WeightsLimits = WEIGHTS,
 ) -> AsyncIterator[Address]:
-    """Serve a feed to all readers that send the token; yields the address. Port 0: any. With too many connections
-    without a token, the longest waiting one is closed."""
+    """Serve a feed to all readers that send the token; yields the address. Port 0: any free port. If too many
+    connections have not sent the token yet, the connection that has waited longest is closed."""
     patience = patience or LinkPatience()
     readers: set[asyncio.Task[None]] = set()
-    strangers: dict[asyncio.Task[None], None] = {}  # of these, the longest waiting first
+    strangers: dict[asyncio.Task[None], None] = {}  # readers that have not sent the token; longest waiting first
 
     async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -103,12 +103,12 @@ async def served(
                 strangers.pop(task, None)
                 await _serve(feed, hello, patience, writer)
         except (OSError, asyncio.CancelledError):
-            pass  # the reader comes again, if it is there; asyncio would log the cancelled handler
+            pass  # a reader that is alive reconnects; without this, asyncio would log the cancelled handler
         finally:
             readers.discard(task)
             strangers.pop(task, None)
 
-    # Few enough at a time that each is read before it can be the longest waiting of all.
+    # So few are accepted at a time that a connection is read before it can be the longest waiting one.
     server = await asyncio.start_server(begin, host, port, backlog=max(1, limits.strangers // _TURNS))
     for each in server.sockets:
         with each.dup() as same:
@@ -135,7 +135,7 @@ async def _closed(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
 
 
 async def _greeted(reader: asyncio.StreamReader, token: str, chunks: int, limits: WeightsLimits) -> Hello:
-    """Raises `OSError` if the first frame is too large or too late, or lacks the token."""
+    """Read a reader's first frame. Raises `OSError` if the frame is too large or too late, or lacks the token."""
     most = limits.hello_bytes + chunks * limits.hello_chunk_bytes
     async with asyncio.timeout(limits.hello_seconds):
         hello, _ = await receive(reader, limits.hello_seconds, most)
@@ -146,10 +146,10 @@ async def _greeted(reader: asyncio.StreamReader, token: str, chunks: int, limits
 
 async def _serve(feed: Feed, hello: Hello, patience: LinkPatience, writer: asyncio.StreamWriter) -> None:
     if hello.grid != feed.grid:
-        writer.write(pack(NotServed(f"these weights are {feed.grid}, and {hello.grid} were asked for")))
+        writer.write(pack(NotServed(f"the weights here are {feed.grid}, but {hello.grid} were requested")))
         await writer.drain()
         return
-    while not feed.lineage:  # there is nothing yet
+    while not feed.lineage:  # the feed has no weights yet
         await _news(feed, patience, writer, NOTHING)
     lineage = feed.lineage
     writer.write(pack(Welcome(lineage, runs(feed.own))))
@@ -167,7 +167,7 @@ async def _serve(feed: Feed, hello: Hello, patience: LinkPatience, writer: async
 
 
 async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter, version: int) -> None:
-    """Wait for a change; without one, tell the reader that the sender is alive, and what was sent."""
+    """Wait for a change of the feed. Without a change for `beat` seconds, send a `Beat` with the complete `version`."""
     try:
         async with asyncio.timeout(patience.beat):
             await feed.changed()
@@ -180,8 +180,8 @@ async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter
 
 
 class WeightsNode:
-    """`halves` is the memory from which engines load, and `load` has them do it; `wanted` are the chunks that they read
-    (default: all)."""
+    """A node's mirror and feed, and the loads of its engines. `halves` is the memory from which engines load, `load`
+    makes engines load a version, and `wanted` are the chunks that engines read (default: all)."""
 
     def __init__(
         self,
@@ -195,19 +195,20 @@ class WeightsNode:
         self.mirror = Mirror(grid, halves, everything if wanted is None else wanted)
         self.feed = Feed(grid, self.mirror.wanted, kept_bytes=kept_bytes)
         self._load = load
-        self._using = asyncio.Lock()  # the mirror
+        self._using = asyncio.Lock()  # guards the mirror
         self._upstream: set[asyncio.StreamWriter] = set()
-        self._fruitless: dict[tuple[Address, ...], int] = {}  # attempts in a row
-        self._failures = 0  # of chunks, since there was a version
-        self._ripe = False  # another version may be whole
-        self.version = NOTHING  # that was loaded last
+        self._fruitless: dict[tuple[Address, ...], int] = {}  # by source: attempts in a row without a new item
+        self._failures = 0  # failed chunks since the last whole version
+        self._ripe = False  # whether another version may be whole
+        self.version = NOTHING  # version that was loaded last
         self._begin("")
 
     async def follow(
         self, sources: Sequence[Sequence[Address]], token: str, patience: LinkPatience | None = None
     ) -> None:
-        """Keep up with the publications. Each source has a part of the weights; mostly there is one. Its addresses are
-        tried in turn: a relay first, then the relay's source. Raises `UpstreamLostError`, and the errors of `load`."""
+        """Receive all publications until cancelled. Each source has a part of the weights; usually one source has all.
+        The addresses of a source are tried in turn: a relay first, then the relay's source. Raises `UpstreamLostError`
+        and the errors of `load`."""
         patience = patience or LinkPatience()
         tasks = [asyncio.create_task(self._follow(tuple(ways), token, patience)) for ways in sources]
         tasks.append(asyncio.create_task(self._use()))
@@ -256,7 +257,7 @@ class WeightsNode:
             match message:
                 case Beat():
                     if theirs is not None and np.any(feed.completed[theirs] < message.version):
-                        raise DamagedError(f"not all came of v{message.version}")
+                        raise DamagedError(f"the sender sent all of v{message.version}, but a part did not arrive")
                     self._fruitless[ways] = 0
                 case Welcome():
                     if message.lineage != feed.lineage:
@@ -275,11 +276,11 @@ class WeightsNode:
                     raise DamagedError(f"{type(message).__name__} is not a sender's message")
 
     def _require_sound(self, item: Chunk | Complete, theirs: Mask) -> None:
-        """Raises `DamagedError` for an item of other weights, or one whose predecessor is missing."""
+        """Raises `DamagedError` if the item is of other weights, or if an item before it is missing."""
         newest = self.feed.newest
         start, stop = (item.number, item.number + 1) if isinstance(item, Chunk) else (item.start, item.stop)
         if not 0 <= start < stop <= len(newest) or item.version < 0:
-            raise DamagedError(f"chunks {start} to {stop} of v{item.version}, where there are {len(newest)} chunks")
+            raise DamagedError(f"chunks {start} to {stop} of v{item.version} came, but there are {len(newest)} chunks")
         missing = 0
         if isinstance(item, Complete):
             missing = int(np.count_nonzero(theirs[start:stop] & (newest[start:stop] < item.version)))
@@ -296,10 +297,10 @@ class WeightsNode:
                 yield
             finally:
                 self._upstream.discard(writer)
-                writer.transport.abort()  # a sender that is silent may never take the rest of a greeting
+                writer.transport.abort()  # a silent sender may never read the rest of a greeting
 
     def _ask_again(self, number: int) -> None:
-        """Request an unusable chunk again, whole if need be."""
+        """Reconnect, so that the senders send an unusable chunk again: whole, or as deltas from the version here."""
         self.feed.lost(number, int(self.mirror.have[number]))
         for writer in self._upstream:
             writer.close()
@@ -311,7 +312,8 @@ class WeightsNode:
         self.feed.begin(lineage, self.mirror.have)
 
     async def _use(self) -> None:
-        """Apply what arrives, and have engines load it. Chunks that arrive during the load go to the other half."""
+        """Apply arriving items, and have engines load whole versions. Chunks that arrive during a load go to the other
+        half."""
         feed = self.feed
         loading: asyncio.Task[None] | None = None
         try:
@@ -353,14 +355,14 @@ class WeightsNode:
             self._ripe = self._ripe or mirror.is_late(item)
 
     async def _settled(self) -> LoadWeights | None:
-        """The order of the next load for engines; None: nothing to load."""
+        """The order with which engines load the next version; None: no version to load."""
         mirror, self._ripe = self.mirror, False
         if not mirror.settle():
             return None
         self._failures = 0
         self.feed.stock(mirror)
         if self.feed.completed[mirror.wanted].min() > mirror.held:
-            return None  # a newer version is about to be whole
+            return None  # a newer version has arrived, and will be whole soon
         checksum = mirror.checksum if mirror.wanted.all() else None
         if checksum is None:
             checksum = await asyncio.to_thread(zlib.crc32, mirror.content().data)

@@ -24,7 +24,7 @@ from libra.records.files import writing
 
 
 class WeightsProcessError(RuntimeError):
-    """A process that published or followed weights has ended. One line."""
+    """A process that published or followed weights has ended. The message is one line."""
 
 
 class _Owned:
@@ -53,7 +53,7 @@ class _Owned:
         self._process.stdin.write(line + b"\n")
 
     async def _read(self) -> bytes:
-        """The next line of the process. Raises `WeightsProcessError`."""
+        """Read the next line of the process. Raises `WeightsProcessError` if the process has ended."""
         assert self._process.stdout is not None
         if line := await self._process.stdout.readline():
             return line
@@ -62,7 +62,7 @@ class _Owned:
         raise WeightsProcessError(said[-1] if said else f"{self._log.stem} ended")
 
     async def ended(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         await self._process.wait()
 
     async def close(self) -> None:
@@ -73,14 +73,14 @@ class _Owned:
 
 
 class WeightsPublisher(_Owned):
-    """The publisher of a trainer's node. `place` is where it can be followed."""
+    """The publisher of a trainer's node. `place` is the address for followers, with the token."""
 
     place: WeightsPlace
 
     @classmethod
     async def open(cls, grid: Grid, descriptor: int, host: str, port: int, log: Path) -> WeightsPublisher:
-        """Start a publisher of the versions that `tell` reports, in the memory of this descriptor. Port 0: any. Raises
-        `WeightsProcessError`."""
+        """Start a publisher of the versions that `tell` reports. `descriptor` is the memory with the weights. Port 0:
+        any free port. Raises `WeightsProcessError`."""
         token = secrets.token_hex(16)
         publisher = await cls._start("publisher", PublishWeights(grid, descriptor, host, token, port=port), log)
         try:
@@ -92,7 +92,7 @@ class WeightsPublisher(_Owned):
         return publisher
 
     def tell(self, order: LoadWeights) -> None:
-        """Report a published version. It is skipped if it is gone by the time that it is read."""
+        """Report a published version. The publisher skips the version if a newer version is reported first."""
         self._say(msgspec.json.encode(order))
 
 
@@ -106,12 +106,12 @@ class WeightsFollower(_Owned):
         return await cls._start("follower", order, log)
 
     async def next(self) -> LoadWeights:
-        """The next version that is whole here, to be answered by `loaded`. Raises `WeightsProcessError`."""
+        """Wait for the next whole version; the owner answers with `loaded`. Raises `WeightsProcessError`."""
         while True:
             word = msgspec.json.decode(await self._read(), type=FollowerWord)
             if isinstance(word, LoadWeights):
                 return word
 
     def loaded(self) -> None:
-        """Report that engines hold the version that `next` returned, or that there are no engines."""
+        """Report that engines have loaded the version that `next` returned, or that there are no engines."""
         self._say(b"loaded")

@@ -1,9 +1,11 @@
-"""A process that gives a node's published weights to others: `python -m libra.lend.weights.publisher`.
+"""A process that sends a node's published weights to followers: `python -m libra.lend.weights.publisher`.
 
-Invariant: its owner never waits for it, and it ends with its owner. The owner writes one JSON line, the order, to its
-standard input, and reads the address for followers from its standard output. It then reports each published version
-with its place in the inherited memory, as in the message to engines. A version that is overtaken before the publisher
-begins it is skipped. One that is overwritten before it was read ends the lineage, and the next begins a new one.
+Invariant: the owner never waits for the process, and the process ends with its owner.
+
+The owner writes one JSON line, the order, to standard input of the process, and reads the address for followers from
+standard output. The owner then reports each published version with its place in the inherited memory, as in the message
+to engines. The publisher skips a version if a newer one is reported before the publisher begins it. A version that is
+overwritten before the publisher has read it ends the lineage; the next version begins a new lineage.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from libra.lend.weights.source import Source
 
 
 class PublishWeights(msgspec.Struct, frozen=True):
-    """Order to a publisher. `descriptor` is the memory in which a trainer publishes, as in `WeightBuffer`, and the
-    process inherits it."""
+    """Order to a publisher. `descriptor`, which the process inherits, is the memory in which a trainer publishes, as in
+    `WeightBuffer`."""
 
     grid: Grid
     descriptor: int
     host: str
     token: str
-    port: int = 0  # any
-    threads: int = 1  # that make deltas
+    port: int = 0  # 0: any free port
+    threads: int = 1  # threads that encode deltas
 
 
 async def publish(order: PublishWeights) -> None:
@@ -70,7 +72,7 @@ async def _publish(feed: Feed, memory: Vector, latest: asyncio.Queue[LoadWeights
         try:
             await source.publish(weights.version, content, weights.checksum)
         except WeightUpdateError as error:
-            print(f"weights: {error}; all followers get everything of the next", file=sys.stderr, flush=True)
+            print(f"weights: {error}; followers get the whole next version", file=sys.stderr, flush=True)
             source = Source(feed, secrets.token_hex(8), threads=threads)
 
 

@@ -1,8 +1,8 @@
-"""Source of weights on a trainer's node: it gives others each publication as deltas from the one before.
+"""Source of weights on a trainer's node, which publishes each version as deltas from the version before.
 
-Invariant: a version is called complete only if it matches the trainer's checksum. The source keeps its own copy of its
-last publication, so it does not depend on memory that a trainer may overwrite. If it is too slow, it is late, or
-reports that the publication was overwritten. Trainers do not wait for the source.
+Invariant: the source calls a version complete only if the version matches the trainer's checksum. The source keeps its
+own copy of the last publication, so it does not depend on memory that a trainer may overwrite. Trainers do not wait for
+the source: a slow source is late, or reports that a publication was overwritten.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from libra.lend.weights.wire import NOTHING, Chunk, Complete, pack
 
 
 class Source:
-    """Fills a feed with the chunks from `start` on, before `stop`, with `threads` threads: for a trainer that has all
-    weights, or one of several that each have a shard. It is also the feed's store."""
+    """Fills a feed with the chunks from `start` to before `stop`, with `threads` threads. Its trainer has all weights,
+    or one shard of them. The source is also the feed's store."""
 
     def __init__(self, feed: Feed, lineage: str, start: int = 0, stop: int | None = None, threads: int = 1) -> None:
         grid = feed.grid
         self._feed, self._lineage = feed, lineage
         self._start, self._stop = start, len(grid) if stop is None else stop
         if not 0 <= self._start < self._stop <= len(grid):
-            raise ValueError(f"chunks {self._start} to {self._stop} of {len(grid)}")
+            raise ValueError(f"chunks from {self._start} to {self._stop}: give 0 <= start < stop <= {len(grid)}")
         self._content: Vector = np.zeros(grid.size, np.uint8)  # untouched pages of other shards take no memory
         self._sums: Sums = np.zeros(len(grid), np.uint32)
         self._pool = ThreadPoolExecutor(threads, "encode")  # numpy and zlib release the interpreter
-        self._ahead = 2 * threads  # chunks
-        self._changing = Lock()  # a chunk of the content, with its version and sum
+        self._ahead = 2 * threads  # chunks that are encoded ahead
+        self._changing = Lock()  # guards each chunk's content, version and sum
         self.versions: Versions = np.full(len(grid), NOTHING, np.int64)
 
     def chunk(self, number: int) -> Chunk:
@@ -45,9 +45,9 @@ class Source:
             return Chunk(number, int(self.versions[number]), NOTHING, 0, int(self._sums[number]), content)
 
     async def publish(self, version: int, content: Vector, checksum: int | None = None) -> None:
-        """Publish the memory of all weights. `checksum` is the CRC-32 of all of them, for a source that has all. Raises
-        `WeightUpdateError` when the memory held other weights, or was overwritten. The publication is then invalid, and
-        a source of another lineage has to begin."""
+        """Publish a version. `content` is the memory of all weights, and `checksum` their CRC-32 if this source has all
+        chunks. Raises `WeightUpdateError` if the memory had other weights or was overwritten: the publication is then
+        invalid, and a source with a new lineage must replace this source."""
         loop, first, running = asyncio.get_running_loop(), self.versions[self._start] == NOTHING, 0
         ahead: deque[asyncio.Future[Chunk]] = deque()
         for number in range(self._start, self._stop + self._ahead):
@@ -68,7 +68,8 @@ class Source:
         self._feed.add(complete, pack(complete))
 
     def _take(self, version: int, number: int, content: Vector) -> Chunk:
-        """Copy a chunk that may change at any moment; returns its difference from the copy before."""
+        """Copy a chunk, which the trainer may overwrite at any moment. Returns its delta from the previous copy, or the
+        whole chunk if that is shorter."""
         held, new = self._held(number), self._feed.grid.numbers(content, number).copy()
         data = new.view(np.uint8).data
         before, base = int(self._sums[number]), int(self.versions[number])

@@ -1,7 +1,7 @@
-"""Wire format of weights: messages in frames of length and checksum.
+"""Wire format of weights: messages in frames, each with its length and checksum.
 
 Invariant: a frame arrives whole and undamaged, or its connection ends; nothing is unpickled. Each chunk carries the
-checksums of its base and of its result, so the receiver need not trust the path.
+checksums of its base and of its result, so the receiver need not trust the relays in between.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 from libra.backends.weights.grid import Grid, Mask, Versions
 from libra.config.listeners import WEIGHTS
 
-NOTHING = -1  # the version of a chunk of which there is nothing
-_HEAD = struct.Struct("!III")  # bytes that follow, their CRC-32, and that of these two: a wrong length is waited for
+NOTHING = -1  # the version of a missing chunk
+_HEAD = struct.Struct("!III")  # bytes of the body, CRC-32 of the body, CRC-32 of both: detects a wrong length at once
 _PIECE = 1 << 18
 _Runs = list[tuple[Annotated[int, msgspec.Meta(ge=NOTHING, le=2**53)], Annotated[int, msgspec.Meta(ge=1, le=2**31)]]]
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One chunk of version `version`: a delta from version `base`, or all its bytes if that is `NOTHING`."""
+    """One chunk of version `version`: a delta from version `base`, or, if `base` is `NOTHING`, all its bytes."""
 
     number: int
     version: int
     base: int
-    base_sum: int  # CRC-32 of the bytes before
-    sum: int  # and after
+    base_sum: int  # CRC-32 of the chunk in version `base`
+    sum: int  # CRC-32 of the chunk in version `version`
     payload: bytes
 
     @property
@@ -39,8 +39,8 @@ class Chunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A version is complete in the chunks from `start` on, before `stop`. `checksum` is the CRC-32 of all weights; None
-    if this sender has only some."""
+    """A version is complete in the chunks from `start` to before `stop`. `checksum` is the CRC-32 of all weights; None
+    if the sender has only some chunks."""
 
     version: int
     start: int
@@ -49,30 +49,33 @@ class Complete(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nothing is new: everything has been sent, up to the end of this version."""
+    """A sign of life: the sender has sent everything up to the end of this version."""
 
     version: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A node's request: `wanted` chunks, later than the versions that it has, both as (value, number of chunks)."""
+    """A node's request for the chunks `wanted`, later than the versions `have`. Both are runs of (value, number of
+    chunks)."""
 
     token: str
     grid: Grid
-    lineage: str  # of which the versions are; "": it has none
+    lineage: str  # of the versions; "": the node has no weights
     have: _Runs
     wanted: _Runs
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Lineage of the versions, and the chunks available here, as (0 or 1, number of chunks). Versions of another
-    lineage are unusable, though their numbers look alike."""
+    """The sender's lineage, and its chunks `own` as runs of (0 or 1, number of chunks). Versions of another lineage are
+    other weights, even with the same number."""
 
     lineage: str
     own: _Runs
 
 
 class NotServed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The sender has other weights than the node requests."""
+
     why: str
 
 
@@ -84,7 +87,7 @@ S = TypeVar("S")
 
 
 class DamagedError(ConnectionError):
-    """A frame arrived damaged, or has unknown content."""
+    """A frame is damaged, or its content is not what the receiver can use."""
 
 
 def pack(message: Sent) -> bytes:
@@ -94,14 +97,15 @@ def pack(message: Sent) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, silence: float, most: int = WEIGHTS.frame_bytes) -> tuple[Sent, bytes]:
-    """A message and its frame, of `most` bytes at most. Raises `TimeoutError` after `silence` seconds without a byte,
-    `DamagedError`, and other `OSError` when the other end is gone. A slow sender is waited for."""
+    """Receive a message; returns it with its frame, of at most `most` bytes. Waits for a slow sender. Raises
+    `TimeoutError` after `silence` seconds without a byte, `DamagedError`, and another `OSError` if the sender is gone.
+    """
     head = await _read(reader, _HEAD.size, silence)
     count, checksum, _ = _HEAD.unpack(head)
     if head != _head(count, checksum):
         raise DamagedError("the header of a frame arrived damaged")
     if count > most:
-        raise DamagedError(f"a frame of {count} bytes; the largest has {most}")
+        raise DamagedError(f"a frame has {count} bytes; at most {most} are accepted")
     body = await _read(reader, count, silence)
     if zlib.crc32(body) != checksum:
         raise DamagedError("a frame arrived damaged")
@@ -134,7 +138,7 @@ def runs(values: Versions | Mask) -> list[tuple[int, int]]:
 
 
 def unrolled(counted: list[tuple[int, int]], length: int) -> Versions:
-    """The inverse of `runs`. Raises `DamagedError` when they are not of this length."""
+    """The inverse of `runs`. Raises `DamagedError` if the runs do not add up to `length`."""
     if any(count <= 0 for _, count in counted) or sum(count for _, count in counted) != length:
         raise DamagedError(f"{sum(count for _, count in counted)} chunks are listed, there are {length}")
     values = np.array([value for value, _ in counted], np.int64)

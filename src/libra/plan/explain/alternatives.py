@@ -107,8 +107,8 @@ def _holding(problem: Problem, at_least: int) -> Problem:
 
 def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST_SPLITS) -> tuple[Split, ...]:
     """One split for each pool and number of training devices, except splits that leave no engine for the longest
-    context. Of more than `most` splits, keeps evenly spread ones, both ends, and the split of the plan's training
-    option `own`.
+    context. More than `most` splits are reduced to evenly spread splits, both ends, and the split of the plan's
+    training option `own`.
     """
     found = []
     for option in _spread(_fastest(problem), most, own):

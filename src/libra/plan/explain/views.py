@@ -114,7 +114,7 @@ def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Seq
     longest = problem.longest_context - problem.pool(pool).serves
     if _serves(problem, allocation, tuple(replace(option, holds=longest) for option in engines)):
         holds = max(option.holds for option in engines)
-        return f"engines there hold {holds:,} tokens at most, fewer than their contexts need"
+        return f"engines there hold {holds:,} tokens at most, too few for a class that they could serve in time"
     step = price(problem, allocation).step
     left = (1 + problem.staleness) * step - fixed_seconds(problem, own_training(problem, allocation))
     least = min(max(option.residence[0], option.stays.alone(0)) for option in engines)

@@ -1,7 +1,7 @@
 """A request changed to another cluster or recipe: by text such as `gpus=64`, with more or fewer nodes, or with more
 staleness.
 
-Invariant: only the named values change, and an unknown name is refused with the known ones.
+Invariant: only the named values change. The message that refuses an unknown name lists the known names.
 """
 
 from __future__ import annotations

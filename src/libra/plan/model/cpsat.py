@@ -229,8 +229,8 @@ class StepModel:
 
 
 def contains(problem: Problem, allocation: Allocation, other: Allocation) -> bool:
-    """Whether `allocation` has at least as many engines of every shape as the other one, and trains on the same pool
-    with at least as many devices. Both fit the problem.
+    """Whether `allocation` has at least as many engines of every shape as `other`, and trains on the same pool with at
+    least as many devices. Both allocations fit the problem.
     """
     mine, others = (training_option(problem, a) for a in (allocation, other))
     assert mine is not None and others is not None

@@ -1,9 +1,9 @@
 """Feasibility of a problem: a minimal set of named constraints that conflict, if no plan exists.
 
 Invariant: `conflict` is empty exactly when a plan exists that may leave devices idle. Otherwise no plan satisfies all
-its constraints together, but without any single one of them a plan exists. A deletion filter (Chinneck and Dravnieks
-1991, Locating minimal infeasible constraint sets in linear programs) finds it: drop one constraint after another, and
-keep each one without which a plan exists.
+its constraints together, but without any single one of them a plan exists. A deletion filter finds this set: it drops
+one constraint after another, and keeps each constraint without which a plan exists (Chinneck and Dravnieks 1991,
+Locating minimal infeasible constraint sets in linear programs).
 
 Families are those of `libra.plan.problem`. Numbers of buckets and seconds never conflict, since one engine that holds
 the longest context can serve all work in enough time. The solvers determine whether a plan leaves no device idle.

@@ -87,8 +87,8 @@ def plan_horizon(
 
 
 def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[Allocation, ...]:
-    """The best allocation of each period, and the best ones with the training options of the other periods. Among
-    equally good allocations of a period, the closest to that of the previous period.
+    """For each period, the best allocation, and the best allocations with the training options of the other periods. Of
+    equally good allocations, the closest to that of the previous period.
     """
     best: list[Allocation] = []
     for problem in problems:

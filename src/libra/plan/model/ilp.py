@@ -271,7 +271,7 @@ class StepProgram:
 
     def _add(self, name: str, constraint: Any) -> None:
         """Add a constraint. PuLP accepts no constraint without a variable, such as 0 <= 0 for a class that no candidate
-        serves, so such a constraint is stated with a variable.
+        serves. A variable is added to such a constraint.
         """
         if isinstance(constraint, bool):
             constraint = self.x[0] >= (0 if constraint else 2)

@@ -100,9 +100,9 @@ class RangeTable:
         return self._times[begin]
 
     def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
-        """[router, entry] engines n for options whose caches evict contexts. This is the smaller of two numbers: enough
-        engines to refill at every return; or enough to refill only where n engines evict, which is the larger root of
-        usable * n^2 - (asked - refill) * n - refill * filled = 0.
+        """[router, entry] fewest engines n for options whose caches evict contexts. With enough engines, all returns
+        may be refilled. With fewer, only the returns whose contexts n engines evict: n is then the larger root of
+        usable * n^2 - (asked - refill) * n - refill * filled = 0. The smaller n counts.
         """
         linear = asked - self._refill
         root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
@@ -129,7 +129,7 @@ class RangeTable:
 
     def _usable(self, times: _Times, limit: float, step: float) -> Floats:
         """[0 for a first range, 1 for others; option, last] seconds that an engine may work in a step whose
-        trajectories take at most `limit`; 0 or less if the engine cannot keep the step. The seconds increase with the
+        trajectories take at most `limit`. 0 or less: the engine cannot keep the step. The seconds increase with the
         step.
         """
         within = limit - self._stall if self.problem.synchronous else step  # seconds over which the work is spread
@@ -146,8 +146,8 @@ class RangeTable:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of the longest trajectories on each option's engines: of those that begin there, and of those that
-    continue there.
+    """Seconds of the longest trajectories on each option's engines, for trajectories that begin there and for
+    trajectories that continue there.
     """
 
     possible: NDArray[np.bool_]  # [entry] whether a first range may have the option's shape

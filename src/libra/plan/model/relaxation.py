@@ -1,9 +1,9 @@
 """A relaxation that excludes options and ranges that no plan with a given step can use, without a solver.
 
-Invariant: no plan that keeps the step uses an excluded option or range; the remaining ones may still allow no plan. The
-relaxation replaces the families `devices[p]` by one weighted sum over all pools (a surrogate constraint, valid for any
-weights) and drops `one_bucket_per_shape`. The cheapest cover of all classes is then a shortest path (Bellman 1958). No
-plan uses a range if all paths through it are too long.
+Invariant: no plan that keeps the step uses an excluded option or range. The options and ranges that remain may still
+allow no plan. The relaxation replaces the families `devices[p]` by one weighted sum over all pools (a surrogate
+constraint, valid for any weights) and drops `one_bucket_per_shape`. The cheapest cover of all classes is then a
+shortest path (Bellman 1958). No plan uses a range if all paths through it are too long.
 """
 
 from __future__ import annotations
@@ -196,8 +196,9 @@ class Relaxation:
 
 
 def cheapest_cover(engines: Counts, weights: Floats, most_buckets: int) -> list[Range]:
-    """At most `most_buckets` ranges (shape, first, last) that cover all classes with the least sum of engines times
-    weight; some need `NEVER` engines if there is no such cover."""
+    """At most `most_buckets` ranges (shape, first, last) that cover all classes, with the least sum of engines times
+    weight. If there is no such cover, some of the ranges need `NEVER` engines.
+    """
     cost = _weighed(engines, weights)
     shapes, cheapest = cost.argmin(axis=0), cost.min(axis=0)
     before = _least_before(cheapest, most_buckets)
@@ -210,7 +211,7 @@ def cheapest_cover(engines: Counts, weights: Floats, most_buckets: int) -> list[
 
 
 def _weighed(engines: Counts, weights: Floats) -> Floats:
-    """[shape, first, last] weighted devices of ranges; `_UNREACHED` for excluded ones."""
+    """[shape, first, last] weighted devices of ranges; `_UNREACHED` for excluded ranges."""
     return np.where(engines < NEVER, engines * weights[:, None, None], _UNREACHED)
 
 

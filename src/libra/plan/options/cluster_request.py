@@ -260,8 +260,9 @@ class ClusterRequest:
 
     @property
     def switch_seconds(self) -> float:
-        """Seconds of one change of colocated devices between training and generation: training state, spread over all
-        devices, moves to the host, and an engine's weights move from it."""
+        """Seconds of one change of colocated devices between training and generation. The training state, spread over
+        all devices, moves to the host, and an engine's weights move from the host.
+        """
         held = training_bytes(self.recipe, self.model).on_devices
         state = self.model.trained_parameters * held / self.cluster.devices
         weights = rollout_quantization(self.recipe).version_bytes(self.model)

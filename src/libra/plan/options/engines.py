@@ -44,8 +44,9 @@ def engine_kv_tokens(
     *,
     context: float | None = None,
 ) -> int:
-    """Tokens that the KV cache of an engine of `tp` GPUs holds, in sequences of `context` tokens each, by default
-    `max_length`; 0 if the weights leave no room. `taken` bytes of each GPU belong to another engine."""
+    """Capacity of the KV cache of an engine of `tp` GPUs, in tokens, for sequences of `context` tokens (default:
+    `max_length`). 0 if the weights leave no room. `taken` bytes of each GPU belong to another engine.
+    """
     return kv_tokens(
         model,
         nodes.gpu.usable,
@@ -111,8 +112,8 @@ def engine_options(
                 Rejected(
                     shape,
                     "does not fit",
-                    f"{weights / 1e9:.1f} GB of weights leave room for {kv:,} tokens of"
-                    f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class has {classes[0].peak_context:,}",
+                    f"{weights / 1e9:.1f} GB of weights leave room for {kv:,} tokens of KV in"
+                    f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class needs {classes[0].peak_context:,}",
                 )
             )
             continue

@@ -99,8 +99,8 @@ def virtual_stages(layers: int, pp: int) -> list[int]:
 
 def _expert_shapes(model: ModelSpec, tp: int) -> list[tuple[int, bool]]:
     """Pairs of an expert-parallel degree, and whether tensor parallelism leaves experts whole. If whole experts give
-    equally many parts, divided ones are not listed: whole experts need the same memory for weights, less memory for
-    tokens and less communication.
+    equally many parts, divided experts are not listed. Whole experts then need the same memory for weights, less memory
+    for tokens and less communication.
     """
     experts = model.experts
     if experts is None:

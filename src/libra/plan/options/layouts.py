@@ -133,7 +133,7 @@ def rejected_layouts(
 
 @dataclass(frozen=True, slots=True)
 class _LayoutSpace:
-    """All layouts that fit on one class of nodes, or only those that could be fastest, with prices."""
+    """Layouts that fit on one class of nodes, with prices: all of them, or only layouts that could be the fastest."""
 
     work: Work
     memory: Callable[[LayoutTable], Mapping[str, Array]]  # bytes of a device, by item

@@ -71,7 +71,7 @@ def infeasibility(problem: Problem, allocation: Allocation) -> str | None:
     if training_option(problem, allocation) is None:
         choices = ", ".join(str(option.replicas) for option in problem.training if option.layout == allocation.layout)
         wanted = f"{allocation.replicas} replicas as {allocation.layout!r}"
-        return f"no option trains {wanted}; there are: {choices or 'none'}"
+        return f"no option trains {wanted}; options of this layout: {choices or 'none'}"
     if not allocation.buckets:
         return "no engine generates"
     if problem.most_buckets is not None and len(allocation.buckets) > problem.most_buckets:
@@ -171,7 +171,7 @@ def _latency_parts(
 
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
-    """Each bucket of an allocation that fits, with the option of its shape under which it delays the step least."""
+    """The price of each bucket of an allocation that fits, under the option of its shape that delays the step least."""
     training = own_training(problem, allocation)
     tried = problem.current is not None and problem.current.ranges == allocation.ranges
     recall = problem.recall_known if tried else problem.recall_possible
@@ -208,7 +208,7 @@ class _Longest:
 def _longest(
     problem: Problem, bucket: Bucket, stays: Stays, begin: Stays, recall: Sequence[Sequence[float]]
 ) -> _Longest:
-    """The longest trajectories of the bucket's classes; in the first bucket also those of classes that only begin
+    """The longest trajectories of the bucket's classes; in the first bucket also of longer classes, which only begin
     there.
     """
     own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]

@@ -68,10 +68,10 @@ class EngineConnections:
     async def post(
         self, address: EngineAddress, path: str, headers: Mapping[str, str], body: bytes
     ) -> EngineConnection:
-        """Send a request, and wait for the head of the answer. Use the returned connection as an async context. If an
-        idle connection is lost before the first byte of an answer, its engine was closing it, and the request is sent
-        again on a new connection. Raises `OSError` if the engine accepts no connection or loses it, `ValueError` for
-        headers that cannot be sent and for an answer that is not HTTP.
+        """Send a request, and wait for the head of the answer. Use the returned connection as an async context. An
+        engine may close an idle connection. If the connection is therefore lost before the first byte of an answer, the
+        request is sent again on a new connection. Raises `OSError` if the engine accepts no connection or loses it.
+        Raises `ValueError` for headers that cannot be sent, and for an answer that is not HTTP.
         """
         path, headers = address.path + path, {"Host": address.host, **headers}
         idle = self._usable(address.endpoint)

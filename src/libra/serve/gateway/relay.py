@@ -1,7 +1,7 @@
 """One turn on one engine: forwards the body, and passes the answer back unchanged.
 
-Invariant: until the first byte of an answer has reached the client, a failure of the engine returns no response, so the
-caller may retry on another engine. A later failure becomes an error event at the end of the stream.
+Invariant: if the engine fails before the first byte of its answer has reached the client, no response is returned, and
+the caller may retry on another engine. A later failure becomes an error event at the end of the stream.
 """
 
 from __future__ import annotations

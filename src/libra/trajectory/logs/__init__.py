@@ -1,1 +1,1 @@
-"""Readers of logs of other frameworks and agents, one module per format; `catalogue` lists them."""
+"""Readers of logs of other frameworks and agents, one module per format. `catalogue` lists them."""

@@ -1,4 +1,4 @@
-"""Azure's public traces of LLM and LMM inference (2023, 2024, 2025): one request per row."""
+"""Azure's public traces of LLM and LMM inference (2023, 2024, 2025), with one request per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""BurstGPT's traces, one request per row. The second version also has the session and the duration of an answer."""
+"""BurstGPT's traces, with one request per row. The second version also has the session and the duration of an
+answer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _KIND = "Log Type"
 
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
-    """Yield rows without a session as requests, then the sessions, each in the order of their first rows."""
+    """Yield requests without a session, then the sessions, each in the order of their first rows."""
     sessions: dict[str, list[LogEntry]] = {}
     for entry in entries:
         if not entry.tokens(_OUTPUT):

@@ -13,7 +13,7 @@ _WORST: tuple[ToolStatus, ...] = ("timeout", "error", "unknown", "ok")
 
 @dataclass(frozen=True, slots=True)
 class LoggedReturn:
-    """Return of one tool. `seconds` None: not recorded."""
+    """Return of one tool. `seconds` is None if it was not recorded."""
 
     tool: str = "tool"
     status: ToolStatus = "unknown"
@@ -22,7 +22,7 @@ class LoggedReturn:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """One call: tokens of its prompt and its answer, and the return before the next call, if known."""
+    """One call: tokens of its prompt and its answer, and the tool return before the next call; None if unknown."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -50,7 +50,7 @@ def turns_of_calls(calls: Sequence[ModelCall]) -> tuple[Turn, ...]:
     """The turns of one episode.
 
     Returned tokens are the next prompt minus this prompt and its answer. If the next prompt is shorter, as after a
-    compaction, the next turn states its own context. The last turn calls no tool unless its call has a return."""
+    compaction, the next turn has its own context. The last turn calls no tool unless its call has a return."""
     turns: list[Turn] = []
     running = calls[0].prompt_tokens if calls else 0
     for number, call in enumerate(calls):

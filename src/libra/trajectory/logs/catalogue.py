@@ -1,4 +1,5 @@
-"""The formats of logs that Libra reads. A new format is a module with a `LogFormat`, and its name in `FORMATS`."""
+"""The formats of logs that Libra reads. To add a format, write a module with a `LogFormat`, and list it in
+`FORMATS`."""
 
 from __future__ import annotations
 
@@ -48,12 +49,12 @@ FORMATS: Mapping[str, LogFormat] = MappingProxyType(
 
 _OWN = frozenset({"id", "prompt_id", "prompt_tokens", "turns", "finished"})
 _REQUEST = frozenset({"arrival", "prompt_tokens", "output_tokens"})  # fields of a file of requests
-_SHOWN = 6  # number of fields that the error for an unknown log names
+_SHOWN = 6  # fields of an unknown log that the error names
 
 
 def first_entry(path: Path | str) -> LogEntry | None:
-    """First entry of a file, which identifies its format. None if the file is empty, of an unknown kind, or starts with
-    a line that is not JSON. Raises `TrajectoryFormatError` for a damaged document or table.
+    """The first entry of a file, which identifies its format. None if the file is empty, of an unknown kind, or starts
+    with a line that is not JSON. Raises `TrajectoryFormatError` for a damaged document or table.
     """
     try:
         return next(log_entries(path), None)
@@ -62,12 +63,12 @@ def first_entry(path: Path | str) -> LogEntry | None:
 
 
 def format_of(entry: LogEntry) -> LogFormat | None:
-    """The format of a file that begins with this entry; None for Libra's own logs, and for unknown ones."""
+    """The format of a file that begins with this entry; None for Libra's own logs, and for unknown logs."""
     return next((it for it in FORMATS.values() if it.is_one(entry)), None)
 
 
 def require_own(entry: LogEntry) -> None:
-    """Raise `TrajectoryFormatError` for an entry without a field of Libra's logs, and for a user's request."""
+    """Raise `TrajectoryFormatError` for an entry without any field of Libra's logs, and for a user's request."""
     if entry.fields.keys() >= _REQUEST and "turns" not in entry.fields:
         raise TrajectoryFormatError(
             f"{entry.where}: a request, not a trajectory: `libra search` and `libra simulate` take such a file as"
@@ -81,7 +82,7 @@ def require_own(entry: LogEntry) -> None:
 
 
 def format_named(name: str) -> LogFormat:
-    """The format of this name. Raises ValueError for an unknown name."""
+    """The format with this name. Raises `ValueError` for an unknown name."""
     if name not in FORMATS:
         raise ValueError(f"there is no format {name!r}; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -93,7 +94,7 @@ def foreign_trajectories(path: Path | str, of: LogFormat, reading: LogReading) -
 
 
 def notes_of(path: Path | str, of: LogFormat, reading: LogReading) -> Iterator[str]:
-    """Notes on the data that a log lacks, known after reading it: a line for its format, and a line for each remark."""
+    """Notes on data that a log lacks, known after reading it: one line for its format, and one for each remark."""
     yield f"{path}: read as {of.name}, which lacks the following (null, unknown or 0 here): {of.silent_on}"
     for remark, times in sorted(reading.remarks.items()):
         yield f"{path}: {remark}: {times:,}"

@@ -1,4 +1,4 @@
-"""Turns from the messages of a chat, in the forms of OpenAI's and Anthropic's clients."""
+"""Turns from the messages of a chat, in the formats of OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from libra.trajectory.logs.format import LogReading, same_prompt
 from libra.trajectory.record import ToolStatus, Turn
 
 _ASSISTANT = ("assistant", "ai", "model")
-_SPOKEN = ("text", "thinking", "reasoning", "refusal")  # text fields of a part of a message
+_SPOKEN = ("text", "thinking", "reasoning", "refusal")  # fields with the text of a message's part
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat as turns, with the tokens of its texts. Only the last turn calls no tool."""
+    """A chat as turns, with the tokens of its texts. Every turn except the last calls a tool."""
 
     prompt_tokens: int
     turns: tuple[Turn, ...]
@@ -26,8 +26,8 @@ class Chat:
 
 
 def chat(messages: Sequence[LogEntry], reading: LogReading, already: Iterable[LogEntry] = ()) -> Chat:
-    """Divide `messages` into turns. `already` are earlier messages, part of the prompt. Messages between two answers of
-    the assistant form one return; consecutive answers form one turn.
+    """Divide `messages` into turns. `already` are earlier messages, which are part of the prompt. Messages between two
+    answers of the assistant form one return, and consecutive answers form one turn.
     """
     prompt = [*already]
     rest = [*messages]
@@ -72,7 +72,7 @@ def _exchanges(messages: Iterable[LogEntry]) -> Iterator[tuple[list[LogEntry], l
 
 
 def text_of(message: LogEntry) -> str:
-    """All text of a message, read or written by the model: text, reasoning, and tool calls as JSON."""
+    """All text of a message that the model reads or writes: text, reasoning, and tool calls as JSON."""
     content = message.fields.get("content")
     if isinstance(content, list):
         text = "".join(
@@ -95,7 +95,7 @@ def _part(part: LogEntry) -> str:
 
 
 def _tool_calls(message: LogEntry) -> Iterator[tuple[str | None, str, str]]:
-    """Id, name and arguments of each call of an answer; some logs keep a call as a JSON text."""
+    """Id, name and arguments of each call in an answer. Some logs store a call as JSON text."""
     if "tool_calls" not in message:
         return
     for at, call in enumerate(message.values("tool_calls")):
@@ -117,14 +117,14 @@ def _tool_calls(message: LogEntry) -> Iterator[tuple[str | None, str, str]]:
 
 
 def _tool_names(answer: LogEntry) -> dict[str, str]:
-    """Names of the tools that an answer calls, by the id of the call."""
+    """Names of the tools that an answer calls, by the ids of the calls."""
     names = {id: name for id, name, _ in _tool_calls(answer) if id is not None}
     used = (part for part in _parts(answer) if part.get("type") == "tool_use")
     return names | {str(it.get("id")): str(it.get("name") or "tool") for it in used}
 
 
 def _parts(message: LogEntry) -> list[dict[str, Any]]:
-    """The objects in a message content that is a list."""
+    """The objects in a message's content, if the content is a list."""
     content = message.fields.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
@@ -134,7 +134,7 @@ def _is_wordless(part: Mapping[str, Any]) -> bool:
 
 
 def tool_return(message: LogEntry, calls: Mapping[str, str]) -> LoggedReturn:
-    """Tool and outcome of a returned message; a person's message is a return of the tool `user`."""
+    """Tool and outcome of a returned message. A message of a user is a return of the tool `user`."""
     results = [part for part in _parts(message) if part.get("type") == "tool_result"]
     if results:
         name = calls.get(str(results[0].get("tool_use_id")), "tool")
@@ -148,7 +148,7 @@ def tool_return(message: LogEntry, calls: Mapping[str, str]) -> LoggedReturn:
 
 
 def _status(message: LogEntry) -> ToolStatus:
-    """Inspect stores the error of a tool with its message; a chat log stores none."""
+    """Outcome of a tool. Inspect stores a tool's error in its message; other chat logs store no outcome."""
     if "error" not in message:
         return "unknown"
     error = message.fields["error"]

@@ -15,12 +15,12 @@ _MILLISECOND = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call with its tokens and tools; calls are ordered by time."""
+    """A call with its tokens and tools. Calls are ordered by time."""
 
     entry: LogEntry
-    turn: int  # the user's turn, counted from 0
+    turn: int  # number of the user's turn, from 0
     began: float  # seconds
-    batches: list[LogEntry]  # tools that the call requested
+    batches: list[LogEntry]  # batches of tools that the call requested
 
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
@@ -69,7 +69,7 @@ def _tokens(call: LogEntry) -> tuple[int, int]:
 
 
 def _back(call: _Call, following: _Call | None, reading: LogReading) -> LoggedReturn | None:
-    """Return before the next call, from the tools of this call's batches or from the user."""
+    """The return before the next call, from the tools of this call's batches or from the user."""
     if following is None:
         return None
     if call.batches:
@@ -79,7 +79,7 @@ def _back(call: _Call, following: _Call | None, reading: LogReading) -> LoggedRe
 
 
 def _batch(batch: LogEntry, reading: LogReading) -> LoggedReturn:
-    """Return of a batch of tools that ran at the same time; it took as long as the slowest tool."""
+    """The return of a batch of tools that ran at the same time; its duration is that of the slowest tool."""
     functions = batch.entries("function_calls")
     if len(functions) > 1:
         reading.remarks["batches of several tools, recorded under the first name"] += 1

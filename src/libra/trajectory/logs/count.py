@@ -1,4 +1,4 @@
-"""Token counts for texts that a log does not count."""
+"""Counters of tokens, for texts whose tokens a log does not count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TokenCount(Protocol):
 
     @property
     def how(self) -> str:
-        """Participle that completes "tokens are", such as "counted by FILE"."""
+        """Completes the sentence "tokens are ...", such as "counted by FILE"."""
         ...
 
     def __call__(self, text: str) -> int: ...
@@ -21,7 +21,7 @@ class TokenCount(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CharacterCount:
-    """An estimate: characters divided by `characters_per_token`, rounded up."""
+    """Estimates tokens as characters divided by `characters_per_token`, rounded up."""
 
     characters_per_token: float = 4.0
 
@@ -38,10 +38,10 @@ class CharacterCount:
 
 
 class TokenizerCount:
-    """Counts by a model's tokenizer, from `tokenizer.json` in its folder; special tokens are not added."""
+    """Counts with a model's tokenizer, from `tokenizer.json` in its folder. Special tokens are not added."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError if the file, or the library `tokenizers`, is missing."""
+        """Raises `ValueError` if the file, or the library `tokenizers`, is missing."""
         file = folder / "tokenizer.json"
         try:
             from tokenizers import Tokenizer
@@ -52,7 +52,7 @@ class TokenizerCount:
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}; give the folder of a model with a tokenizer.json") from None
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-            raise ValueError(f"{file}: no tokenizer ({' '.join(str(error).split())[:80]}); fetch it again") from None
+            raise ValueError(f"{file}: not a tokenizer ({' '.join(str(error).split())[:80]}); fetch it again") from None
         self.how = f"counted by {file}"
 
     def __call__(self, text: str) -> int:

@@ -1,7 +1,7 @@
-"""Turns from the decoded text of a response in which answers and tool returns alternate.
+"""Turns from the decoded text of a response, in which answers and tool returns alternate.
 
-The tags `<tool_response>` and `<tool_call>`, of the chat templates of Qwen3 and Hermes, mark tool returns and tool
-calls. The message markers around a return are part of the return.
+The tags `<tool_response>` and `<tool_call>` of the chat templates of Qwen3 and Hermes mark tool returns and tool calls.
+The message markers around a return belong to the return.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def turns_of_text(text: str, reading: LogReading) -> tuple[Turn, ...]:
 
 
 def _marker_before(text: str, rest: int, opens: int) -> int:
-    """Start of the message marker in front of a return."""
+    """Start of the message marker before a return."""
     start = max(rest, opens - _LONGEST_MARKER)
     found = _BEFORE.search(text, start, opens)
     return opens if found is None else found.start()
 
 
 def _returns_end(text: str, opens: int) -> int:
-    """End of the returns of one turn; parallel tools return one after another."""
+    """End of the returns of one turn. Parallel tools return one after another."""
     while True:
         close = text.find(_CLOSE, opens)
         if close < 0:
@@ -56,7 +56,7 @@ def _returns_end(text: str, opens: int) -> int:
 
 
 def _tool(answer: str) -> str:
-    """The name in the last tool call of an answer."""
+    """Name of the tool in the last tool call of an answer."""
     start = answer.rfind(_CALL)
     end = answer.find(_CALLED, start)
     if start < 0 or end < 0:

@@ -14,7 +14,7 @@ from typing import Any
 from libra.config.input_file import MOST
 from libra.trajectory.record import LONGEST, TrajectoryFormatError
 
-_MOST_NUMBER = 1e15  # far above all seconds, scores and indices; exact as a float
+_MOST_NUMBER = 1e15  # far above all seconds, scores and indices, and exact as a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LogEntry:
     fields: Mapping[str, Any]
     where: str  # file and line, or file and place in a document
     number: int  # number of the entry in its file, from 1
-    inside: str = ""  # path of this object in its entry, such as "messages[2]."; "" for the entry itself
+    inside: str = ""  # path of this object within its entry, such as "messages[2]."; empty for the entry itself
 
     def __contains__(self, name: str) -> bool:
         return self.fields.get(name) is not None
@@ -49,14 +49,14 @@ class LogEntry:
         return float(value)
 
     def seconds(self, name: str, unit: float = 1.0) -> float:
-        """A duration in seconds; the field counts units of `unit` seconds."""
+        """A duration in seconds. The field counts in units of `unit` seconds."""
         found = self.number_of(name) * unit
         if not 0 <= found <= LONGEST:
             raise self.refusal(name, f"{found:g} s is not from 0 to {LONGEST:g}")
         return found
 
     def instant(self, name: str) -> float:
-        """A time in seconds, from a number or an ISO 8601 text (UTC without a zone)."""
+        """A time in seconds, from a number or an ISO 8601 text (UTC if it has no zone)."""
         value = self._present(name)
         if not isinstance(value, str):
             return self.number_of(name)
@@ -67,7 +67,7 @@ class LogEntry:
             raise self.refusal(name, f"{_shown(value)} is not an ISO 8601 time") from None
 
     def text(self, name: str) -> str:
-        """A text. A whole number becomes a text, since a column of names may look like numbers."""
+        """A text. A whole number is converted, since names in a column may look like numbers."""
         value = self._present(name)
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise self.refusal(name, f"{_shown(value)} is not a text")
@@ -93,13 +93,13 @@ class LogEntry:
         return self.within(name, self._present(name))
 
     def entries(self, name: str) -> list[LogEntry]:
-        """The objects of a list; none if the field is absent."""
+        """The objects in a list; empty if the field is absent."""
         if name not in self:
             return []
         return [self.within(f"{name}[{index}]", value) for index, value in enumerate(self.values(name))]
 
     def within(self, name: str, value: Any) -> LogEntry:
-        """`value`, found in the field `name`, as an entry."""
+        """`value`, which is in the field `name`, as an entry."""
         if not isinstance(value, dict):
             raise self.refusal(name, f"{_shown(value)} is not an object")
         return LogEntry(value, self.where, self.number, f"{self.inside}{name}.")

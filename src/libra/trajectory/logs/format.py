@@ -15,13 +15,13 @@ from libra.trajectory.record import Trajectory, TrajectoryFormatError, Turn
 
 @dataclass(slots=True)
 class LogReading:
-    """State of reading one log: the token counter, and counted remarks on missing data."""
+    """State of reading one log: the token counter, and remarks on missing data with their counts."""
 
     count: TokenCount = field(default_factory=CharacterCount)
     remarks: Counter[str] = field(default_factory=Counter)
 
     def tokens_of(self, text: str) -> int:
-        """Tokens of a text for which the log has no count."""
+        """Number of tokens of a text, if the log has no count for it."""
         if text:
             self.remarks[f"texts whose tokens are {self.count.how}, without a chat template"] += 1
         return self.count(text)
@@ -55,7 +55,7 @@ def episode(
     finished: bool = True,
     started_at: float | None = None,
 ) -> Trajectory:
-    """A trajectory; it is finished if the log says so and its last turn calls no tool. Raises `TrajectoryFormatError`
+    """A trajectory. It is finished if the log says so and its last turn calls no tool. Raises `TrajectoryFormatError`
     for impossible values, with the place of the entry.
     """
     turns = tuple(turns)
@@ -79,14 +79,14 @@ def episode(
 def request(
     entry: LogEntry, prompt_tokens: int, output_tokens: int, arrival: float | None, task: str = "request"
 ) -> Trajectory:
-    """A request as a trajectory of one turn that starts at its arrival, in seconds."""
+    """A request as a trajectory of one turn, which starts at its arrival time in seconds."""
     turn = Turn(output_tokens, None, None, 0)
     return episode(entry, str(entry.number), prompt_tokens, (turn,), task=task, started_at=arrival)
 
 
 def arrival_of(entry: LogEntry, field: str, reading: LogReading, unit: float = 1.0) -> float | None:
-    """Arrival time of a request in seconds, from a log that counts units of `unit` seconds. Without a time: None, and a
-    remark.
+    """Arrival time of a request in seconds. The log counts in units of `unit` seconds. Returns None, with a remark, if
+    the log has no time.
     """
     if field in entry:
         return entry.number_of(field) * unit
@@ -101,5 +101,5 @@ def ended(turns: Iterable[Turn]) -> tuple[Turn, ...]:
 
 
 def same_prompt(text: str) -> str:
-    """A name that equal prompts share."""
+    """A name that is equal for equal prompts."""
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -11,12 +11,12 @@ from libra.trajectory.logs.entry import LogEntry
 from libra.trajectory.logs.format import LogFormat, LogReading, episode
 from libra.trajectory.record import Trajectory, Turn
 
-_GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # as Inspect's own value_to_float
+_GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # as in Inspect's value_to_float
 
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
     for entry in entries:
-        if "sample" in entry:  # of an archive
+        if "sample" in entry:  # an entry of an archive
             header = entry.entry("header")
             yield _sample(entry.entry("sample"), _task(header), reading)
             continue
@@ -46,8 +46,7 @@ def _sample(sample: LogEntry, task: str, reading: LogReading) -> Trajectory:
 
 def _counted(found: Chat, events: Sequence[LogEntry], reading: LogReading) -> Chat:
     """The turns with values from the events: tokens of the calls in order, and seconds of the tools between two
-    calls.
-    """
+    calls."""
     calls = [at for at, event in enumerate(events) if event.fields.get("event") == "model" and _usage(event)]
     missing = len(found.turns) - len(calls)
     if missing > 0:
@@ -61,7 +60,7 @@ def _counted(found: Chat, events: Sequence[LogEntry], reading: LogReading) -> Ch
             context, generated = _tokens(events[calls[number]])
             if number == 0:
                 prompt = context
-            elif context >= running:  # the return is the part that this prompt adds
+            elif context >= running:  # the return has the tokens that this prompt adds
                 turns[-1] = replace(turns[-1], returned_tokens=context - running + turns[-1].returned_tokens)
             else:
                 turn = replace(turn, context_tokens=context)
@@ -87,7 +86,7 @@ def _tokens(event: LogEntry) -> tuple[int, int]:
 
 
 def _seconds(turn: Turn, following: Sequence[LogEntry]) -> float | None:
-    """Seconds of the tools that run before the next call, in sequence."""
+    """Total seconds of the tools that run before the next call."""
     if turn.tool is None:
         return None
     until = takewhile(lambda event: event.fields.get("event") != "model", following)

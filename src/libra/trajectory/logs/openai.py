@@ -1,5 +1,5 @@
-"""Chat logs: the `messages` of one episode per line, in OpenAI's or Anthropic's form, optionally with the last call's
-`usage`.
+"""Chat logs with the `messages` of one episode per line, in OpenAI's or Anthropic's form, optionally with the last
+call's `usage`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra.trajectory.record import Trajectory
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
     for entry in entries:
         found = chat(entry.entries("messages"), reading)
-        if "tools" in entry:  # definitions of tools are part of the prompt
+        if "tools" in entry:  # the prompt includes definitions of tools
             defined = reading.tokens_of(json.dumps(entry.values("tools")))
             found = replace(found, prompt_tokens=found.prompt_tokens + defined)
         if "usage" in entry:

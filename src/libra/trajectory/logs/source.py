@@ -1,7 +1,7 @@
-"""Files of logs as entries: JSON lines, one JSON document, tables as CSV or Parquet, archives of JSON documents.
+"""Files of logs as entries: JSON lines, a JSON document, tables as CSV or Parquet, and archives of JSON documents.
 
-Invariant: the first bytes of a file decide its kind, never its name. Only one line, row or archive member is in memory
-at a time; a JSON document is in memory as a whole.
+Invariant: the first bytes of a file determine its kind, never its name. Only one line, row or archive member is in
+memory at a time. A JSON document is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from libra.trajectory.logs.entry import LogEntry
 from libra.trajectory.record import TrajectoryFormatError
 
 _BOM = b"\xef\xbb\xbf"
-# Errors of `zipfile` for a damaged, encrypted or unknown archive.
+# Errors that `zipfile` raises for a damaged, encrypted or unknown archive.
 _DAMAGED = (OSError, EOFError, RuntimeError, ValueError, KeyError, struct.error, zlib.error, zipfile.BadZipFile)
 
 
@@ -34,9 +34,9 @@ class DamagedLineError(TrajectoryFormatError):
 
 
 def log_entries(path: Path | str) -> Iterator[LogEntry]:
-    """The entries of a file, or of all files in a folder, ordered by the names and numbers of the files.
+    """Yield the entries of a file, or of all files in a folder, in the order of the names and numbers of the files.
 
-    `.gz` files are unpacked. A file that is empty or of an unknown kind has no entries. Raises `TrajectoryFormatError`
+    `.gz` files are unpacked. An empty file, or one of an unknown kind, has no entries. Raises `TrajectoryFormatError`
     for a damaged file, and `OSError` if a file cannot be opened.
     """
     if Path(path).is_dir():
@@ -58,7 +58,7 @@ def log_entries(path: Path | str) -> Iterator[LogEntry]:
 
 
 def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    """Sort key that puts `2.jsonl` before `10.jsonl`, for frameworks that write one file per step."""
+    """Sort key with `2.jsonl` before `10.jsonl`, for frameworks that write one file per step."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
 
 
@@ -137,7 +137,7 @@ def _csv(path: Path | str, first: bytes, rest: Iterable[bytes]) -> Iterator[LogE
 
 
 def _value(cell: str) -> int | float | str | None:
-    """A cell as a number if it looks like a number; None if it is empty."""
+    """A cell as a number if it looks like one, otherwise as text; None if it is empty."""
     cell = cell.strip()
     if not cell or len(cell) > 40:
         return cell or None
@@ -150,7 +150,7 @@ def _value(cell: str) -> int | float | str | None:
 
 
 def _archive(path: Path | str, raw: IO[bytes]) -> Iterator[LogEntry]:
-    """Documents below `samples/` in a ZIP file, by name, each with the task's name from `header.json`."""
+    """Yield the documents in `samples/` of a ZIP file, by name, each with the task's name from `header.json`."""
     try:
         archive = zipfile.ZipFile(raw)
     except _DAMAGED as error:
@@ -181,7 +181,7 @@ def _parquet(path: Path | str) -> Iterator[LogEntry]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise TrajectoryFormatError(
-            f"{path}: a Parquet file, and pyarrow is not installed: pip install pyarrow"
+            f"{path}: a Parquet file, but pyarrow is not installed: pip install pyarrow"
         ) from None
     from pyarrow import ArrowException
 

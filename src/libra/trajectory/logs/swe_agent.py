@@ -1,4 +1,4 @@
-"""Trajectories of SWE-agent (`.traj`) and mini-swe-agent (`.traj.json`): one episode per document."""
+"""Trajectories of SWE-agent (`.traj`) and mini-swe-agent (`.traj.json`), with one episode per document."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
 
 
 def _agreed(found: Chat, info: LogEntry, reading: LogReading) -> tuple[int, tuple[Turn, ...]]:
-    """Prompt and turns, adjusted to the sums over all calls in `info.model_stats`."""
+    """Prompt and turns, scaled to the sums over all calls in `info.model_stats`."""
     if "model_stats" not in info:
         return found.prompt_tokens, found.turns
     stats = info.entry("model_stats")
@@ -39,20 +39,20 @@ def _agreed(found: Chat, info: LogEntry, reading: LogReading) -> tuple[int, tupl
             "episodes with more or fewer calls than steps: tokens of all calls divided among the steps"
         ] += 1
     sent, received = (stats.tokens(name) if name in stats else None for name in ("tokens_sent", "tokens_received"))
-    # An episode whose tokens were not counted has zeros.
+    # Zeros mean that the tokens were not counted.
     agreed = agreeing(found, sent or None, received or None, reading)
     return agreed.prompt_tokens, agreed.turns
 
 
 def _messages(entry: LogEntry, reading: LogReading) -> Chat:
-    """Turns of mini-swe-agent, where the user's message after an answer is the command's output."""
+    """Turns of mini-swe-agent. The user's message after an answer is the output of the command."""
     found = chat(entry.entries("messages"), reading)
     turns = (replace(turn, tool="bash") if turn.tool == "user" else turn for turn in found.turns)
     return replace(found, turns=tuple(turns))
 
 
 def _steps(entry: LogEntry, reading: LogReading) -> Chat:
-    """Turns of SWE-agent, where each step has an answer, its command and the output."""
+    """Turns of SWE-agent. Each step has an answer, its command and the output."""
     turns = []
     for step in entry.entries("trajectory"):
         answer = step.text_or("response", "") or step.text_or("thought", "") + step.text_or("action", "")

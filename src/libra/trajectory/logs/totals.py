@@ -1,7 +1,7 @@
-"""Token counts estimated from texts, and scaled to the sums that a log records.
+"""Token counts that are estimated from texts, and scaled to the sums in a log.
 
-A log may record only the sum over all calls of an episode. The sum is then exact, and texts only decide its division
-among turns.
+A log may have only the sum over all calls of an episode. The sum is then exact, and the texts only determine its
+division among turns.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from libra.trajectory.record import Turn
 
 
 def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogReading) -> Chat:
-    """The chat, scaled to `received` generated tokens in total and to contexts that add up to `sent`; None: not
+    """The chat, scaled to `received` generated tokens in total, and to contexts with a sum of `sent` tokens; None: not
     recorded.
 
-    Each turn is one call, and all earlier text is its prompt. If the recorded `sent` is less than the generated tokens
+    Each turn is one call whose prompt is all earlier text. If the recorded `sent` is less than the generated tokens
     alone need, contexts stay as estimated, with a remark.
     """
     if not found.turns:
@@ -29,7 +29,7 @@ def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogRe
         turns = tuple(replace(turn, generated_tokens=share) for turn, share in zip(turns, shares, strict=True))
     if sent is None:
         return replace(found, turns=turns)
-    later = range(len(turns) - 1, -1, -1)  # later calls that read a turn's tokens again
+    later = range(len(turns) - 1, -1, -1)  # number of later calls that read a turn's tokens again
     left = sent - sum(turn.generated_tokens * calls for turn, calls in zip(turns, later, strict=True))
     if left < 0:
         reading.remarks["episodes whose recorded prompt tokens are too few for their turns: lengths estimated"] += 1
@@ -38,13 +38,13 @@ def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogRe
 
 
 def _with_contexts(found: Chat, left: int, later: Sequence[int]) -> Chat:
-    """The chat with prompt and returns of `left` tokens in total, each counted in all of its `later` calls."""
+    """The chat with a prompt and returns of `left` tokens in total, each counted in all of its `later` calls."""
     *inner, last = found.turns
     times = [len(found.turns), *later[:-1]]
     weights = [found.prompt_tokens, *(turn.returned_tokens for turn in inner)]
     shares = divided(left, [weight * calls for weight, calls in zip(weights, times, strict=True)])
     tokens = [share // calls for share, calls in zip(shares, times, strict=True)]
-    tokens[-1] += left - sum(count * calls for count, calls in zip(tokens, times, strict=True))  # read once
+    tokens[-1] += left - sum(count * calls for count, calls in zip(tokens, times, strict=True))  # one call reads it
     returned = [replace(turn, returned_tokens=count) for turn, count in zip(inner, tokens[1:], strict=True)]
     return replace(found, prompt_tokens=tokens[0], turns=(*returned, last))
 
@@ -62,8 +62,8 @@ def divided(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def last_call(found: Chat, prompt: int | None, generated: int | None) -> Chat:
-    """The chat, scaled to a last call with a prompt of `prompt` tokens and an answer of `generated` (None: not
-    recorded). Texts decide the division of the prompt among the earlier parts.
+    """The chat, scaled to a last call with a prompt of `prompt` tokens and an answer of `generated` tokens (None: not
+    recorded). The texts determine the division of the prompt among the earlier parts.
     """
     if not found.turns:
         return found

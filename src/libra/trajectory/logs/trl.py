@@ -1,5 +1,5 @@
-"""Completions that TRL's trainers log (`log_completions`): one Parquet file per step, or the same rows as JSON
-lines.
+"""Completions that TRL's trainers log (`log_completions`), as one Parquet file per step, or as JSON lines with the same
+rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _chat(entry: LogEntry, reading: LogReading) -> Chat:
 
 
 def _step(entry: LogEntry) -> int:
-    """The step of a row, which TRL before 0.24 writes as text."""
+    """The step of a row. TRL before 0.24 writes it as text."""
     step = entry.fields.get("step")
     if isinstance(step, str) and step.isascii() and step.isdigit() and len(step) < 16:
         return int(step)
@@ -46,13 +46,13 @@ def _step(entry: LogEntry) -> int:
 
 
 def _reward(entry: LogEntry, reading: LogReading) -> float | None:
-    """The sum of all rewards: the numeric columns that are not TRL's own, one for each reward function."""
+    """The sum of all rewards: the numeric columns that are not TRL's own, one per reward function."""
     names = [
         name
         for name, value in entry.fields.items()
         if name not in _NO_REWARD and isinstance(value, int | float) and not isinstance(value, bool)
     ]
-    names = [name for name in names if entry.fields[name] == entry.fields[name]]  # NaN: the function gave no reward
+    names = [name for name in names if entry.fields[name] == entry.fields[name]]  # NaN: the function returned no reward
     if len(names) > 1:
         reading.remarks[f"rewards added up without their weights ({', '.join(sorted(names))})"] += 1
     return sum(entry.number_of(name) for name in names) if names else None

@@ -1,4 +1,4 @@
-"""Rollouts of `verifiers`: `results.jsonl` with one rollout per line; since 0.4 also `traces.jsonl` with one episode
+"""Rollouts of `verifiers`: `results.jsonl` with one rollout per line, and since 0.4, `traces.jsonl` with one episode
 and its traces per line, as in prime-rl.
 """
 
@@ -33,7 +33,7 @@ def _rollouts(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Traj
 
 
 def _chat(entry: LogEntry, reading: LogReading) -> Chat:
-    """The chat of a rollout, whose prompt and completion are messages or plain texts."""
+    """The chat of a rollout. Its prompt and completion are messages or plain texts."""
     if isinstance(entry.fields.get("completion"), list):
         return chat(entry.entries("completion"), reading, already=entry.entries("prompt"))
     prompt, answer = entry.text("prompt"), entry.text("completion")
@@ -81,7 +81,7 @@ def _call(trace: LogEntry, call: LogEntry, following: LogEntry) -> ModelCall:
 
 
 def _tool(trace: LogEntry, following: LogEntry) -> str:
-    """The tool's return that precedes a call: the parent of the call's node."""
+    """Name of the tool whose return precedes a call: that of the parent of the call's node."""
     nodes = trace.entries("nodes")
     at = following.fields.get("node")
     parent = nodes[at].fields.get("parent") if isinstance(at, int) and 0 <= at < len(nodes) else None
@@ -92,7 +92,7 @@ def _tool(trace: LogEntry, following: LogEntry) -> str:
 
 
 def _reward(trace: LogEntry) -> float | None:
-    """The weighted sum of the rewards by name."""
+    """The sum of the rewards, each multiplied by its weight."""
     if "rewards" not in trace:
         return None
     rewards = trace.entry("rewards")

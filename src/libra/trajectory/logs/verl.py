@@ -1,4 +1,4 @@
-"""Generations that verl dumps (`trainer.rollout_data_dir`, `validation_data_dir`): one decoded sample per line."""
+"""Generations that verl dumps (`trainer.rollout_data_dir`, `validation_data_dir`), with one decoded sample per line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libra.trajectory.logs.entry import LogEntry
 from libra.trajectory.logs.format import LogFormat, LogReading, episode, same_prompt
 from libra.trajectory.record import Trajectory
 
-_ONE_ANSWER = 2  # chat turns of a prompt and its answer
+_ONE_ANSWER = 2  # chat turns of a sample with a prompt and one answer
 
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:

@@ -1,4 +1,4 @@
-"""Traces of the simulator Vidur: one request per row."""
+"""Traces of the simulator Vidur, with one request per row."""
 
 from __future__ import annotations
 

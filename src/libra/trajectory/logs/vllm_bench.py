@@ -1,4 +1,4 @@
-"""Results of `vllm bench serve --save-result --save-detailed`: lists with one value per request."""
+"""Results of `vllm bench serve --save-result --save-detailed`, as lists with one value per request."""
 
 from __future__ import annotations
 

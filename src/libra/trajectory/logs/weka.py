@@ -18,7 +18,7 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
 
 
 def _agents(agent: LogEntry, name: str, reading: LogReading) -> Iterator[Trajectory]:
-    """Yield an agent, then the agents that it starts, as separate trajectories."""
+    """Yield an agent, then the agents that it starts, each as a trajectory."""
     requests = agent.entries("requests")
     own = [it for it in requests if it.fields.get("type") != _SUBAGENT]
     if own:
@@ -42,7 +42,7 @@ def _call(request: LogEntry, following: LogEntry | None, reading: LogReading) ->
 
 
 def _pause(request: LogEntry, following: LogEntry, reading: LogReading) -> float | None:
-    """Seconds between an answer and the next request, including people's pauses."""
+    """Seconds between an answer and the next request, including the user's pauses."""
     if "think_time" in following:
         return following.seconds("think_time")
     if "api_time" not in request:
