@@ -608,7 +608,7 @@ def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(
         ({"afd": {**AFD, "dbo_decode_token_threshold": 32}}, "engines.0.afd.dbo_decode_token_threshold or"),
         (
             {"afd": {**AFD, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 512}},
-            "engines.0.afd.dbo_decode_token_threshold is 1; set it to the micro-batches, 2, or more",
+            "engines.0.afd.dbo_decode_token_threshold is 1; set it to 2 (one per micro-batch) or more",
         ),
     ],
 )
