@@ -163,13 +163,13 @@ def test_a_plan_mixes_engines_with_the_tiers_that_serve_most() -> None:
     [
         (
             [{**HOST, "gib": 0.001}],
-            r"kv_tiers.1.0.gib is 0.001: host holds 0 tokens, less than the longest request, .*: r",
+            r"kv_tiers.1.0.gib is 0.001, so tier host holds 0 tokens; the longest request of .* tokens must fit: raise",
         ),
         (
             [{**HOST, "bandwidth": 1e3}],
-            r"kv_tiers.1.0.bandwidth is 1000 bytes/s: .* for more than 60 minutes: raise it",
+            r"kv_tiers.1.0.bandwidth is 1000 bytes/s: .* for more than 60 minutes: raise bandwidth",
         ),
-        ([HOST, HOST], r"kv_tiers.1.1.name is host, and another tier has it: name each once"),
+        ([HOST, HOST], r"kv_tiers.1.1.name is host, as in an earlier tier: give each tier another name"),
         (
             [HOST, {**HOST, "name": "disk", "blocks_per_chunk": 4}],
             r"kv_tiers.1.1.blocks_per_chunk is 4, that of host 1",

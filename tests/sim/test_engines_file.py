@@ -273,10 +273,10 @@ def test_a_tier_holds_what_its_memory_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1: host holds"),
+        ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1, so tier host holds"),
         ({"kv_tiers": [{**HOST, "policy": "fifo"}]}, "kv_tiers.0.policy"),
         ({"kv_tiers": [HOST], "enable_prefix_caching": False}, "set it to true"),
-        ({"kv_tiers": [HOST, HOST]}, "kv_tiers.1.name is host, and another tier has it: name each once"),
+        ({"kv_tiers": [HOST, HOST]}, "kv_tiers.1.name is host, as in an earlier tier: give"),
     ],
 )
 def test_tiers_that_are_none_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
@@ -398,8 +398,8 @@ RANKS: dict[str, Any] = {"model": MOE, "data_parallel_size": 4, "enable_expert_p
     [
         (
             {"kv_tiers": [{**TIER, "bandwidth": 25}]},
-            "engines.0.kv_tiers.0.bandwidth is 25 bytes/s: one request of max_model_len 8,192 would be under way to"
-            " host for more than 60 minutes: raise it",
+            "engines.0.kv_tiers.0.bandwidth is 25 bytes/s: one request of max_model_len 8,192 tokens would be under"
+            " way to host for more than 60 minutes: raise bandwidth",
         ),
         (
             {"kv_tiers": [TIER, {**TIER, "name": "disk", "bandwidth": 1e-300}]},
