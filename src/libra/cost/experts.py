@@ -35,8 +35,8 @@ class Balancing:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
 
     def moves(self, iteration: int) -> int:
-        """Number of expert moves up to the start of `iteration`, counted from 0. vLLM starts its counter at three
-        quarters of an interval.
+        """Number of expert moves before `iteration` is computed; the first iteration is 0. vLLM starts its counter of
+        iterations at three quarters of `step_interval`.
         """
         return (iteration + self._ahead) // self.step_interval
 
@@ -113,7 +113,7 @@ def rebalanced(load: Shares, placement: Placement, ranks: int) -> Placement:
 
 
 def arrivals(before: Placement, after: Placement, ranks: int) -> NDArray[np.int64]:
-    """[layers, ranks] number of experts that a rank gets for the first time."""
+    """[layers, ranks] number of experts that a rank has in `after`, but not in `before`."""
     layers, slots = before.shape
     each = slots // ranks
     counts = np.zeros((layers, ranks), np.int64)

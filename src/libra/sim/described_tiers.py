@@ -16,7 +16,8 @@ _SLOWEST = 3600  # most seconds that a transfer of the longest request may take
 
 @dataclass(frozen=True, slots=True)
 class DescribedTier:
-    """A tier by the keys of a file, before the size of a token's KV is known."""
+    """A KV tier as a file describes it. Its number of blocks is not known yet, since that depends on the bytes of a
+    token's KV."""
 
     name: str
     gib: float
