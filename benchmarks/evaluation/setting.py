@@ -55,7 +55,6 @@ class Setting:
 
     model: str
     workload: str
-    signal: str = "strong"  # how much tool returns tell: see tests/oracles/workloads
     nodes: int = 6  # of eight A800
     staleness: int = 4  # versions; of all systems but the colocated one. Assumed: the paper does not say
     steps: int = STEPS
@@ -81,7 +80,7 @@ class Setting:
     @cached_property
     def _drifting(self) -> Episodes:
         workload = read(self.workload)
-        return workload.episodes(self.signal, seed=workload.seed + self.seed, steps=self.steps)
+        return workload.episodes("strong", seed=workload.seed + self.seed, steps=self.steps)
 
     @property
     def groups_per_step(self) -> int:
