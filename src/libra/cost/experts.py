@@ -35,13 +35,13 @@ class Balancing:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
 
     def moves(self, iteration: int) -> int:
-        """Number of expert moves before `iteration`, counted from 0. vLLM starts its counter at three quarters of an
-        interval.
+        """Number of expert moves up to the start of `iteration`, counted from 0. vLLM starts its counter at three
+        quarters of an interval.
         """
         return (iteration + self._ahead) // self.step_interval
 
     def moved_at(self, moves: int) -> int:
-        """The iteration before the `moves`-th move of experts."""
+        """The iteration that begins with the `moves`-th move of experts."""
         return moves * self.step_interval - self._ahead
 
     def next_move(self, iteration: int) -> int:
@@ -152,7 +152,9 @@ def _replicated(load: Shares, slots: int) -> tuple[Placement, Shares]:
 
 
 def _packed(load: Shares, ranks: int) -> Placement:
-    """[layers, slots] replica in each slot: the most loaded goes first, to the least loaded rank with a free slot."""
+    """[layers, slots] replica in each slot. The most loaded replica goes first, to the least loaded rank with a free
+    slot.
+    """
     layers, slots = load.shape
     each = slots // ranks
     order = np.argsort(-load, axis=1)
