@@ -29,14 +29,10 @@ def a800_nodes(count: int) -> Cluster:
     return Cluster((NodeClass("a800", count, GPUS_OF_NODE, gpu, gpu.link, _INTER),))
 
 
-def profiles_of(
-    cluster: Cluster, model: ModelSpec, recipe: Recipe, source: str = "tables"
-) -> tuple[EngineProfile, ...]:
-    """Engine times of all systems alike: kernels, and what vLLM's process adds to them.
-
-    `source` is that of `engine_profiles`; the default is no `auto`, so that numbers do not depend on what is installed.
-    """
-    return engine_profiles(cluster, model, recipe, source, host="default")
+def profiles_of(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
+    """Engine times of all systems alike: kernels of measured tables, whatever else is installed, and what vLLM's
+    process adds to them."""
+    return engine_profiles(cluster, model, recipe, "tables", host="default")
 
 
 def shape_file(model: str) -> Path:
