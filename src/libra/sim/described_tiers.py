@@ -64,7 +64,7 @@ def tiers_of(
         if tokens * kv_bytes > _SLOWEST * bandwidth:
             raise ValueError(
                 f"{key}.{place}.bandwidth is {it.bandwidth:g} bytes/s: a transfer of {longest} {tokens:,} to {it.name}"
-                f" would take more than {_SLOWEST / 60:.0f} minutes: raise it"
+                f" would take more than {_SLOWEST / 60:.0f} minutes: raise bandwidth"
             )
         tiers.append(
             KVTier(
