@@ -177,8 +177,8 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
     modes = table_modes(gpu, quantization, model)
     if modes.get("moe_quant_mode") == "fp8_block" and model.experts and model.experts.intermediate % (tp * _BLOCK):
         raise NoTablesError(
-            f"the tables for {gpu.name} have experts of fp8 in blocks of {_BLOCK}, and the width in {model.name},"
-            f" {model.experts.intermediate} / {tp}, is no multiple: leave tp {tp} out"
+            f"the tables for {gpu.name} have experts of fp8 in blocks of {_BLOCK}, but experts of {model.name} are"
+            f" {model.experts.intermediate} / {tp} wide, no multiple of it: leave tp {tp} out"
         )
     with tempfile.TemporaryDirectory() as folder, quietly():
         (Path(folder) / "config.json").write_text(json.dumps(_configuration(model)), encoding="utf-8")
