@@ -98,7 +98,7 @@ def make_case(
         for gpu in kinds
     )
     # A recipe may exclude some degrees of parallelism.
-    profiles = tuple(_some(profile, draw) for profile in profiles_of(Cluster(nodes), model, recipe))
+    profiles = tuple(_some(profile, draw) for profile in roofline_profiles(Cluster(nodes), model, recipe))
     agents = FAMILIES[family](draw, max_length)
 
     def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
@@ -108,7 +108,7 @@ def make_case(
     return Case(name, Cluster(nodes), model, recipe, profiles, make)
 
 
-def profiles_of(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
+def roofline_profiles(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
     """Kernel times from the data sheet, which no random case lacks, with the overhead of vLLM's process."""
     return engine_profiles(cluster, model, recipe, "roofline", host="default")
 

@@ -163,11 +163,11 @@ def test_a_plan_mixes_engines_with_the_tiers_that_serve_most() -> None:
     [
         (
             [{**HOST, "gib": 0.001}],
-            r"kv_tiers.1.0.gib is 0.001: host has room for 0 tokens, less than the longest request, .*: r",
+            r"kv_tiers.1.0.gib is 0.001: host has room for 0 tokens, less than the longest request of .*: raise gib",
         ),
         (
             [{**HOST, "bandwidth": 1e3}],
-            r"kv_tiers.1.0.bandwidth is 1000 bytes/s: .* more than 60 minutes: raise it",
+            r"kv_tiers.1.0.bandwidth is 1000 bytes/s: .* more than 60 minutes: raise bandwidth",
         ),
         ([HOST, HOST], r"kv_tiers.1.1.name is host, the name of another tier: give each tier its own name"),
         (

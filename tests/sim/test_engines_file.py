@@ -304,10 +304,10 @@ STORE = {**HOST, "name": "store", "shared": True}
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"model": "Qwen/Qwen3-1.7B"}, "engines.1.model is Qwen/Qwen3-1.7B, and engines.0.model Qwen/Qwen3-0.6B"),
-        ({"kv_cache_dtype": "fp8"}, "engines.1.kv_cache_dtype is fp8, and engines.0.kv_cache_dtype auto"),
-        ({"block_size": 32}, "engines.1.block_size is 32, and engines.0.block_size 16"),
-        ({"tensor_parallel_size": 2}, "engines.1.tensor_parallel_size is 2, and engines.0.tensor_parallel_size 1"),
+        ({"model": "Qwen/Qwen3-1.7B"}, "engines.1.model is Qwen/Qwen3-1.7B, but engines.0.model is Qwen/Qwen3-0.6B"),
+        ({"kv_cache_dtype": "fp8"}, "engines.1.kv_cache_dtype is fp8, but engines.0.kv_cache_dtype is auto"),
+        ({"block_size": 32}, "engines.1.block_size is 32, but engines.0.block_size is 16"),
+        ({"tensor_parallel_size": 2}, "engines.1.tensor_parallel_size is 2, but engines.0.tensor_parallel_size is 1"),
         (
             {"kv_tiers": [{**STORE, "gib": 9}]},
             "engines.1.kv_tiers: store is shared, but differs from that",
@@ -411,7 +411,7 @@ RANKS: dict[str, Any] = {"model": MOE, "data_parallel_size": 4, "enable_expert_p
         (
             {"kv_tiers": [{**TIER, "bandwidth": 25}]},
             "engines.0.kv_tiers.0.bandwidth is 25 bytes/s: a transfer of one request of max_model_len 8,192 to"
-            " host would take more than 60 minutes: raise it",
+            " host would take more than 60 minutes: raise bandwidth",
         ),
         (
             {"kv_tiers": [TIER, {**TIER, "name": "disk", "bandwidth": 1e-300}]},

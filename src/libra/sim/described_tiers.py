@@ -16,7 +16,8 @@ _SLOWEST = 3600  # most seconds that a transfer of the longest request may take
 
 @dataclass(frozen=True, slots=True)
 class DescribedTier:
-    """A tier by the keys of a file, before the size of a token's KV is known."""
+    """A KV tier as a file describes it. Its number of blocks is not known yet, since that depends on the bytes of a
+    token's KV."""
 
     name: str
     gib: float
@@ -63,7 +64,7 @@ def tiers_of(
         if tokens * kv_bytes > _SLOWEST * bandwidth:
             raise ValueError(
                 f"{key}.{place}.bandwidth is {it.bandwidth:g} bytes/s: a transfer of {longest} {tokens:,} to {it.name}"
-                f" would take more than {_SLOWEST / 60:.0f} minutes: raise it"
+                f" would take more than {_SLOWEST / 60:.0f} minutes: raise bandwidth"
             )
         tiers.append(
             KVTier(

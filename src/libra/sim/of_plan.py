@@ -43,7 +43,7 @@ class PlannedRollout:
         return max(self.work, self.longest)
 
     def error(self, simulated: float) -> float:
-        """Share of the forecast by which a simulation took longer; negative if the simulation was shorter."""
+        """Simulated time over forecast time, minus 1."""
         return simulated / self.seconds - 1
 
 

@@ -166,7 +166,8 @@ class BlockPool:
                 run.holders += 1
 
     def take(self, blocks: int) -> None:
-        """Reuse `blocks` free blocks. Raises ValueError if fewer are free."""
+        """Allocate `blocks` free blocks for new contents. Blocks without known tokens go first, then the least recently
+        released blocks, whose tokens can no longer be found. Raises ValueError if fewer are free."""
         blank = self.blank
         self.blank = blank - blocks if blocks < blank else 0
         reads = self.reads

@@ -1,9 +1,9 @@
 """Drafts under asynchronous scheduling: an iteration is scheduled before the accepted drafts of the previous iteration
 are known.
 
-Invariant: a request is scheduled as if all its drafts in flight were accepted. All of them count toward
-`max_model_len`, and take blocks that the request keeps. Only accepted drafts count as computed and generated. Drafts
-in flight are vLLM's `num_output_placeholders`.
+Invariant: a request is scheduled as if all its drafts in flight are accepted. For `max_model_len` and for blocks, all
+these drafts count as part of its context, and the request keeps the blocks. Only accepted drafts count as computed, and
+become tokens. Drafts in flight are vLLM's `num_output_placeholders`.
 """
 
 from __future__ import annotations

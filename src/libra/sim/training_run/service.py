@@ -61,7 +61,7 @@ class Service:
         return [it for it in self.cluster.instances if it.id not in lent]
 
     def device_ticks(self, now: int) -> int:
-        """Device ticks for which engines were in service until `now`, without lent engines."""
+        """GPUs in service times ticks, summed until `now`. Lent engines are not counted."""
         self._ticks += self.devices * (now - self._counted_until)
         self._counted_until = now
         return self._ticks
@@ -118,7 +118,7 @@ class Service:
             self.cluster.add(self._pending.pop(name)[0])
 
     def _specs(self, plan: Plan) -> tuple[tuple[EngineSpec, ...], tuple[EngineSpec, ...]]:
-        """(specs of the run's own engines, specs of engines on serving devices)."""
+        """(specs of the run's own engines, specs of the engines on serving devices)."""
         granted = self._system.tenancy is not None
         specs = planned_engines(plan, granted=granted)
         if self._system.serve_by_priority:

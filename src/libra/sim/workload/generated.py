@@ -36,7 +36,7 @@ def generated_requests(
     if count < 1:
         raise ValueError(f"count is {count}; ask for 1 prompt or more")
     if samples_per_prompt < 1:
-        raise ValueError(f"samples_per_prompt is {samples_per_prompt}; ask for 1 sample or more")
+        raise ValueError(f"samples_per_prompt is {samples_per_prompt}; give 1 or more")
     draws = partial(_draws, count, arrivals, prompt_tokens, output_tokens, seed, samples_per_prompt)
     make = partial(_single, draws) if samples_per_prompt == 1 else partial(_groups, draws, samples_per_prompt)
     return Requests(

@@ -67,7 +67,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request of a record. Times are ticks since the record's time zero."""
+    """A request from a file of recorded requests. Times are ticks from time 0 of this file."""
 
     arrival: int
     prompt_tokens: int
@@ -86,7 +86,8 @@ def recorded_requests(
     rate_scale: float = 1.0,
     source: Mapping[str, Any] | None = None,
 ) -> Requests:
-    """The requests from `start_seconds` of the record on, `rate_scale` times as fast (2: half the time between them).
+    """The requests that arrive at `start_seconds` of the file or later, `rate_scale` times as fast (2: half the time
+    between arrivals).
 
     `records` are in the order of arrival. The time from a request's arrival to its cancellation is not scaled. `source`
     describes the source of the records, as JSON values. Raises ValueError if no request is left.
