@@ -91,7 +91,7 @@ def test_asked_in_the_middle(exact: bool) -> None:
         with pytest.raises(ValueError, match="request 0 has generated 5 tokens: set ask_at to 6 or more, not 5"):
             engine.ask(request, 5, now)
         assert not engine.ask(waiting, 1, now)
-        with pytest.raises(ValueError, match="request 1 has generated 0 tokens; ask for 1 or more"):
+        with pytest.raises(ValueError, match="request 1 has generated 0 tokens: set ask_at to 1 or more"):
             engine.ask(waiting, 0, now)
 
     drive(
@@ -116,7 +116,7 @@ def test_who_is_not_there_is_not_asked_about() -> None:
     request = Request(0, 0, 8, 9)
     with pytest.raises(ValueError, match="request 0 is not on engine 0"):
         engine.ask(request, 1, 0)
-    with pytest.raises(ValueError, match="request 1 has generated 0 tokens; ask for 1 or more"):
+    with pytest.raises(ValueError, match="request 1 has generated 0 tokens: set ask_at to 1 or more"):
         engine.submit(Request(1, 0, 8, 9, ask_at=0), 0)
     engine.submit(request, 0)
     engine.plan(0)

@@ -292,7 +292,7 @@ def test_a_misconfigured_engine_is_refused_with_the_reason(changes: dict[str, An
     [
         (lambda spec, none: policy_named("fastest"), "policy is 'fastest'; choose one of round-robin"),
         (lambda spec, none: SimCluster([], none), "engines is empty"),
-        (lambda spec, none: SimCluster([spec, replace(spec, name="b")], none), "2 engines and no policy"),
+        (lambda spec, none: SimCluster([spec, replace(spec, name="b")], none), "route is missing for 2 engines"),
         (lambda spec, none: SimCluster([spec, spec], none, policy_named("round-robin")), "have the name engine"),
         (lambda spec, none: SimCluster([replace(spec, bucket=1)], none), "bucket 1"),
         (lambda spec, none: AffineCost(0), "set it to 1 or more"),
