@@ -383,7 +383,7 @@ async def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_n
     monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", 0.05)
     with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not written in"):
         await launcher.bring(publish(nodes.present[0], 6), SIZE, trainer, away)
-    with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 0 s\)"):
+    with pytest.raises(ConnectionError, match=r"is lost \(it loaded no weights in 0 s\)"):
         await away.channel.receive()
     monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", PATIENCE)
     while nodes.present[1] is hanging or not launcher.offers(1):

@@ -52,7 +52,7 @@ def test_what_is_left_out_has_a_value(tmp_path: Path) -> None:
         ({"engines": [engine(max_model_len=0)]}, "engines.0.max_model_len"),
         ({"engines": [engine(), engine()]}, "engines: a occurs twice; name each once"),
         ({"engines": [engine(bucket=1)]}, "engines.0.bucket is 1, but limits names 1 bucket"),
-        ({"engines": [engine()], "limits": [9, 9]}, "limits is [9, 9]; list numbers of tokens that rise"),
+        ({"engines": [engine()], "limits": [9, 9]}, "limits is [9, 9]; list rising numbers of tokens"),
         ({"engines": [engine()], "route": "best"}, "route: policy is 'best'; choose one of"),
         ({"engines": [engine()], "sticky": False}, "route: cmlfq follows prefixes"),
         ({"engines": [engine()], "wait_seconds": 0}, "wait_seconds"),

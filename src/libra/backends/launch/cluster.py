@@ -271,7 +271,7 @@ class ClusterLauncher:
                 async with place.patience:
                     why = await node.ended()
             except (LaunchError, OSError) as error:
-                why = f"it took no weights in {_COPY_SECONDS:.0f} s" if place.patience.expired() else str(error)
+                why = f"it loaded no weights in {_COPY_SECONDS:.0f} s" if place.patience.expired() else str(error)
             except Exception as error:
                 if not place.began.done():
                     place.began.set_exception(error)

@@ -217,7 +217,7 @@ def _require_sound(file: GatewayConfig) -> None:
             raise ValueError(f"engines: {name} occurs twice; name each once")
     limits = file.limits or (1,)
     if any(longer <= shorter for shorter, longer in pairwise((0, *limits))):
-        raise ValueError(f"limits is {list(limits)}; list numbers of tokens that rise, shortest bucket first")
+        raise ValueError(f"limits is {list(limits)}; list rising numbers of tokens, shortest bucket first")
     for index, engine in enumerate(file.engines):
         if engine.bucket >= len(limits):
             raise ValueError(
