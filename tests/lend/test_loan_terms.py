@@ -53,7 +53,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no rates", {"forecast": {"rates": [], "seconds": 9}}, "lends.forecast.rates are requests/s, 0 or more"),
     ("a rate below 0", {"forecast": {"rates": [-1], "seconds": 9}}, "lends.forecast.rates are requests/s, 0 or more"),
     ("no time ahead", {"forecast": {"rates": [1], "seconds": 0}}, "lends.forecast.seconds is 0; give a positive"),
-    ("part of a bin", {"forecast": None, "traffic": {**LOG, "season": 400}}, "lends.traffic.season is 400 s; give a"),
+    ("part of a bin", {"forecast": None, "traffic": {**LOG, "season": 400}}, "lends.traffic.season is 400 s; give 1"),
+    ("no season", {"forecast": None, "traffic": {**LOG, "season": 0}}, "lends.traffic.season is 0 s; give 1 to"),
+    (
+        "too many bins",
+        {"forecast": None, "traffic": {**LOG, "bin": 1, "season": 1000001}},
+        "lends.traffic.season is 1e+06 s; give 1 to 1,000,000 whole bins of 1 s",
+    ),
     ("no bin", {"forecast": None, "traffic": {**LOG, "bin": 0}}, "lends.traffic.bin is 0; give a positive number"),
     ("typo", {"usage": 0.8}, "lends.usage: unknown key 'usage'"),
 ]  # fmt: skip

@@ -162,8 +162,8 @@ def fails(*_: object) -> float:
     ("reward", "complaint"),
     [
         (fails, "the reward of p raised ZeroDivisionError: no cases"),
-        (lambda *_: float("nan"), "its reward is nan: give a finite number"),
-        (lambda *_: None, "its reward is None: give a finite number"),
+        (lambda *_: float("nan"), "^environment ask: the reward of p is nan; return a finite number$"),
+        (lambda *_: None, "^environment ask: the reward of p is None; return a finite number$"),
     ],
 )
 def test_a_reward_that_is_none_names_itself(

@@ -167,7 +167,7 @@ def test_simulation_alone_proves_nothing() -> None:
     near = most.near_miss
     assert near is not None
     missing = replace(most, near_miss=replace(near, objective="ttft_p99", seconds=0.75, limit=0.5))
-    said = f"better: none of {most.possible} simulated did; the next"
+    said = f"no deployment is better in simulation ({most.possible} tried); the next best"
     assert missing.claim() == f"{said} misses ttft_p99 by 0.25 s on the record"
     as_good = replace(most, near_miss=replace(near, seconds=near.limit))
     assert as_good.claim() == f"{said} is as good on the record"

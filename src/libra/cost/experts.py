@@ -35,13 +35,13 @@ class Balancing:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
 
     def moves(self, iteration: int) -> int:
-        """Number of expert moves before `iteration`, counted from 0. vLLM starts its counter at three quarters of an
-        interval.
+        """Number of expert moves before `iteration` is computed; the first iteration is 0. vLLM starts its counter of
+        iterations at three quarters of `step_interval`.
         """
         return (iteration + self._ahead) // self.step_interval
 
     def moved_at(self, moves: int) -> int:
-        """The iteration before the `moves`-th move of experts."""
+        """The iteration that begins with the `moves`-th move of experts."""
         return moves * self.step_interval - self._ahead
 
     def next_move(self, iteration: int) -> int:
@@ -113,7 +113,7 @@ def rebalanced(load: Shares, placement: Placement, ranks: int) -> Placement:
 
 
 def arrivals(before: Placement, after: Placement, ranks: int) -> NDArray[np.int64]:
-    """[layers, ranks] number of experts that a rank gets for the first time."""
+    """[layers, ranks] number of experts that a rank has in `after`, but not in `before`."""
     layers, slots = before.shape
     each = slots // ranks
     counts = np.zeros((layers, ranks), np.int64)
@@ -152,7 +152,9 @@ def _replicated(load: Shares, slots: int) -> tuple[Placement, Shares]:
 
 
 def _packed(load: Shares, ranks: int) -> Placement:
-    """[layers, slots] replica in each slot: the most loaded goes first, to the least loaded rank with a free slot."""
+    """[layers, slots] replica in each slot. The most loaded replica goes first, to the least loaded rank with a free
+    slot.
+    """
     layers, slots = load.shape
     each = slots // ranks
     order = np.argsort(-load, axis=1)

@@ -25,10 +25,14 @@ class EpisodeFailedError(RuntimeError):
     """An episode failed without a reward, through no fault of the model."""
 
 
-def as_reward(value: object) -> float:
-    """The reward from an environment. Raises `EpisodeFailedError` if the value is not a finite number."""
+def as_reward(value: object, environment: str, prompt: str) -> float:
+    """`value` as the reward that an environment gives for a prompt. `environment` is a name, and `prompt` an id, both
+    for the message. Raises `EpisodeFailedError` if the value is not a finite number.
+    """
     if not isinstance(value, SupportsFloat) or not math.isfinite(reward := float(value)):
-        raise EpisodeFailedError(f"its reward is {value!r:.80}: give a finite number")
+        raise EpisodeFailedError(
+            f"environment {environment}: the reward of {prompt} is {value!r:.80}; return a finite number"
+        )
     return reward
 
 

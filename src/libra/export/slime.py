@@ -1,9 +1,9 @@
 """Arguments of slime, and the file that describes its engines.
 
 Keys: slime at 624b824a (2026-08-21), `slime/utils/arguments.py` and `slime/backends/sglang_utils/sglang_config.py`;
-miles at 31f1ca96 has the same keys. vime names the file's key and flag after vLLM (`vime/backends/vllm_utils`, at
-3c06ae51). Degrees and recomputation are arguments of Megatron-LM. Overrides are SGLang's `ServerArgs` or vLLM's
-`AsyncEngineArgs`.
+miles at 31f1ca96 has the same keys. In vime, the top-level key of this file and the flag that passes the file have
+`vllm` in place of `sglang` (`vime/backends/vllm_utils`, at 3c06ae51). Degrees and recomputation are arguments of
+Megatron-LM. Overrides are SGLang's `ServerArgs` or vLLM's `AsyncEngineArgs`.
 """
 
 from __future__ import annotations

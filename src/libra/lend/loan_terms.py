@@ -27,7 +27,7 @@ class TrafficLog:
     def __post_init__(self) -> None:
         _require_positive("bin", self.bin)
         if not 1 <= self.season_bins <= _MOST_BINS or not math.isclose(self.season, self.season_bins * self.bin):
-            raise ValueError(f"season is {self.season:g} s; give a multiple of bin ({self.bin:g} s)")
+            raise ValueError(f"season is {self.season:g} s; give 1 to {_MOST_BINS:,} whole bins of {self.bin:g} s")
 
     @property
     def season_bins(self) -> int:

@@ -114,7 +114,7 @@ class Rollout:
         except Exception as error:
             where = f"environment {self._environment.name}: the reward of {prompt.id}"
             raise EpisodeFailedError(f"{where} raised {type(error).__name__}: {error}") from error
-        return as_reward(given)
+        return as_reward(given, self._environment.name, prompt.id)
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:

@@ -80,4 +80,4 @@ class ServedRollout:
             if conversation.outgrown:
                 return 0.0
             raise EpisodeFailedError(said) from error
-        return as_reward(given)
+        return as_reward(given, self._environment.name, prompt.id)

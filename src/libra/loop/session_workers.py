@@ -1,4 +1,4 @@
-"""The workers of one session of a run, from their pool to the first allocation in service.
+"""Makes the pool of workers for one session of a run, and brings their first allocation into service.
 
 Invariant: workers begin in the last allocation of an interrupted run, if that is still possible.
 """

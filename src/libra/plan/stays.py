@@ -30,8 +30,8 @@ class Stays:
         return max((generates + waits for generates, waits in self.lines(last)), default=0.0)
 
     def begun_on(self, there: Stays, recall: Sequence[Sequence[float]]) -> Stays:
-        """The longest stays of trajectories that begin `there`. Each router of `recall`, [router][class], sends this
-        share of their work to these engines; the remaining work stays `there`.
+        """The longest stays of trajectories that begin on the engines of `there`. `recall[router][class]` is the share
+        of their work that a router sends to the engines of `self`. The other work stays on the engines of `there`.
         """
         routed = (_mixed(parts, self.residence, there.residence) for parts in recall)
         return Stays(

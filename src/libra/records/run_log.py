@@ -148,9 +148,11 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_input(path))
     except json.JSONDecodeError as error:
-        raise RecordFormatError(f"{path}:{error.lineno}: {error.msg}") from None
+        raise RecordFormatError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}); restore the file as the run wrote it"
+        ) from None
     except (UnicodeDecodeError, RecursionError) as error:
-        raise RecordFormatError(f"{path}: not the JSON of a run: {error}") from None
+        raise RecordFormatError(f"{path}: not JSON ({error}); restore the file as the run wrote it") from None
 
 
 def _in_order(steps: tuple[StepRecord, ...], path: Path) -> tuple[StepRecord, ...]:

@@ -47,8 +47,9 @@ _BEFORE = BINS + 1  # index at which the second map begins
 
 
 class Remaining:
-    """Tokens that a trajectory generates and receives from tools between a given moment and its end. Immutable.
-    `weights` are by bin, each 0 or more, with a sum above 0.
+    """Distribution of the tokens that a trajectory still generates, or receives from tools, until its end. Immutable.
+
+    `weights` has a weight for each bin, 0 or more. Raises ValueError if their sum is 0.
     """
 
     __slots__ = ("_at", "_past", "_past_before", "_past_reach", "_weights", "mean")

@@ -109,7 +109,8 @@ def read_token(path: Path) -> str:
 
 
 def _is_browser(request: web.Request) -> bool:
-    """Whether a browser sent the request. A browser can ask its user for the token."""
+    """Whether the sender accepts HTML, as browsers do. A browser gets a Basic challenge, so it asks its user for the
+    token."""
     return "text/html" in request.headers.get(hdrs.ACCEPT, "")
 
 

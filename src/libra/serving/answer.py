@@ -116,15 +116,18 @@ class SizingAnswer:
         if not self.points:
             if all(it.by == "bound" for it in self.rejected):
                 return "nothing on the menu can (bound)"
-            return f"none of {sum(it.by == 'simulation' for it in self.rejected)} simulated did"
+            tried = sum(it.by == "simulation" for it in self.rejected)
+            return f"no deployment meets the limits in simulation ({tried} tried)"
         if self.proven:
             return f"nothing {better} on the menu can (bound)"
-        text = f"{better}: none of {self.possible} simulated did"
+        rivals = "no cheaper deployment" if better == "cheaper" else "no deployment with fewer GPUs"
+        text = f"{rivals} meets the limits" if given else "no deployment is better"
+        text += f" in simulation ({self.possible} tried)"
         near = self.near_miss
         if near is not None:
             beyond = near.seconds - near.limit
             its = f"misses {near.objective} by {beyond:.3g} s" if beyond > 0 else "is as good"
-            text += f"; the next {its} on {near.check}"
+            text += f"; the {'nearest' if given else 'next best'} {its} on {near.check}"
         return text
 
     def caution(self) -> str | None:

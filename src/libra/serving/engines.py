@@ -114,7 +114,7 @@ def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[K
     return tiers_of(
         shape.kv_tiers,
         key,
-        "the longest request,",
+        "the longest request of",
         question.longest,
         BLOCK,
         _kv_bytes(question, shape),

@@ -1,4 +1,4 @@
-"""KV tiers in files, of one engine or of the engines on a menu.
+"""KV tiers in files that describe an engine, or the engines on a menu.
 
 Invariant: an impossible tier is refused in a line that begins with the key.
 """
@@ -16,7 +16,8 @@ _SLOWEST = 3600  # most seconds that a transfer of the longest request may take
 
 @dataclass(frozen=True, slots=True)
 class DescribedTier:
-    """A tier by the keys of a file, before the size of a token's KV is known."""
+    """A KV tier as a file describes it. Its number of blocks is not known yet, since that depends on the bytes of a
+    token's KV."""
 
     name: str
     gib: float
@@ -40,8 +41,8 @@ class DescribedTier:
 def tiers_of(
     given: Sequence[DescribedTier], key: str, longest: str, tokens: int, block_size: int, kv_bytes: float, gpus: int
 ) -> tuple[KVTier, ...]:
-    """The tiers of an engine of `gpus` GPUs; `kv_bytes` are a token's KV bytes on all of them. Each tier must hold
-    `tokens` tokens; `longest` describes them in errors. Raises ValueError that begins with the key."""
+    """The tiers of an engine. `kv_bytes` are a token's KV bytes on all `gpus` GPUs together. Each tier must have room
+    for `tokens` tokens, which errors call `longest`. Raises ValueError that begins with the key."""
     tiers: list[KVTier] = []
     block_bytes = block_size * kv_bytes
     for place, it in enumerate(given):
@@ -49,21 +50,21 @@ def tiers_of(
         held = chunks * it.blocks_per_chunk * block_size
         if held < tokens:
             raise ValueError(
-                f"{key}.{place}.gib is {it.gib:g}: {it.name} holds {held:,} tokens, less than {longest} {tokens:,}:"
-                " raise it, or lower that"
+                f"{key}.{place}.gib is {it.gib:g}: {it.name} has room for {held:,} tokens, less than {longest}"
+                f" {tokens:,}: raise gib, or shorten the request"
             )
         if any(it.name == other.name for other in given[:place]):
-            raise ValueError(f"{key}.{place}.name is {it.name}, and another tier has it: name each once")
+            raise ValueError(f"{key}.{place}.name is {it.name}, the name of another tier: give each tier its own name")
         if it.blocks_per_chunk != given[0].blocks_per_chunk:
             raise ValueError(
-                f"{key}.{place}.blocks_per_chunk is {it.blocks_per_chunk}, that of {given[0].name}"
-                f" {given[0].blocks_per_chunk}: chunks go from one to the other, so make them equal"
+                f"{key}.{place}.blocks_per_chunk is {it.blocks_per_chunk}, but that of {given[0].name} is"
+                f" {given[0].blocks_per_chunk}: chunks move between tiers, so make them equal"
             )
         bandwidth = it.bandwidth * (1 if it.shared else gpus)
         if tokens * kv_bytes > _SLOWEST * bandwidth:
             raise ValueError(
-                f"{key}.{place}.bandwidth is {it.bandwidth:g} bytes/s: {longest} {tokens:,} would be under way to"
-                f" {it.name} for more than {_SLOWEST / 60:.0f} minutes: raise it"
+                f"{key}.{place}.bandwidth is {it.bandwidth:g} bytes/s: a transfer of {longest} {tokens:,} to {it.name}"
+                f" would take more than {_SLOWEST / 60:.0f} minutes: raise it"
             )
         tiers.append(
             KVTier(

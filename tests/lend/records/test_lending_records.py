@@ -71,16 +71,20 @@ def test_the_answers_of_a_record_are_given_again(tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}\n", "1: not a line of the record of a loan; give an unedited `record`"),
-        ('{"kind":"trace"}\n', "1: not a line of the record of a loan; give"),
+        ("{}\n", "1: this line does not belong in a lending record; give the file as `libra lend serve` or"),
+        ('{"kind":"trace"}\n', "1: this line does not belong in a lending record; give"),
         (
             "words\n",
-            "1: not a line of the record of a loan (not JSON (expected value); give one object on each line); give",
+            "1: this line does not belong in a lending record (not JSON (expected value); give one object on each"
+            " line); give",
         ),
-        ("TERMS" + '{"kind":"step","at":1}\n', "2: not a line of the record of a loan (step.seconds: this field is"),
+        (
+            "TERMS" + '{"kind":"step","at":1}\n',
+            "2: this line does not belong in a lending record (step.seconds: this field is",
+        ),
         (
             '{"kind":"quota","at":1.0,"held":2,"put_out":0}\n',
-            "1: the record of a loan begins with its terms; give an unedited `record`",
+            "1: a lending record begins with the terms of the loan; give the file as `libra lend serve`",
         ),
     ],
 )

@@ -206,7 +206,8 @@ class TrainerProcess:
             load_file(directory / OPTIMISER, self.part, self.state.optimiser_tensors())
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
-        """Measure training at this device's speed. Restores parameters and optimiser state, also after an error."""
+        """Measure the times of training steps on this device. Restores parameters and optimiser state, also after an
+        error."""
         kept = self.state.keep()
         batches, steps, exchanges = list[tuple[int, float]](), list[float](), list[float]()
         try:

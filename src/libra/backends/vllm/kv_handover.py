@@ -172,7 +172,8 @@ class KVHandover:
         return None
 
     def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: Engine) -> None:
-        """Free an unwanted transfer once its writer has answered or is lost."""
+        """Free the frames of a transfer that no engine will read: at once if its writer answered, otherwise when the
+        writer's process has ended."""
         if saved.result() is None:
             self.leases.release_after(source.link.pid, transfer)
         else:

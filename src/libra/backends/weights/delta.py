@@ -62,7 +62,8 @@ def _decoded(data: memoryview, base: Numbers) -> tuple[npt.NDArray[np.int32], np
     count, length = _HEAD.unpack_from(data)
     if not 0 < count <= len(base) or not count <= length <= count + len(base) // _ESCAPE:
         raise DeltaError(
-            f"the delta does not fit: it has {count} numbers and {length} bytes of gaps, for {len(base)} numbers"
+            f"the delta does not fit weights of {len(base)} numbers: its header says {count} changed numbers, and"
+            f" {length} bytes for their positions"
         )
     size = length + count * base.itemsize
     decoder = zlib.decompressobj(-zlib.MAX_WBITS)

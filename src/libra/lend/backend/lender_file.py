@@ -109,8 +109,8 @@ class LoanOrder:
             return
         if kv.capacity == 0:
             raise LendingError(
-                "rollout.borrowed_kv: the serving engine cannot cede KV memory; remove the key, or start the server"
-                " with the remedy in its log"
+                "rollout.borrowed_kv: the serving engine cannot cede KV memory; remove the key, or do what the server's"
+                " log says, and restart the server"
             )
         context = start.max_model_len * kv_bytes_per_token(Path(start.model_directory), start.dtype)
         try:

@@ -189,12 +189,16 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
             first = error.errors()[0]
             wrong = "" if first["type"].startswith("union_tag") else f" ({line_problem(first)})"
             raise RecordFormatError(
-                f"{path}:{number}: not a line of the record of a loan{wrong}; give an unedited `record`"
+                f"{path}:{number}: this line does not belong in a lending record{wrong}; give the file as `libra lend"
+                " serve` or `libra run` wrote it"
             ) from None
         except ValueError as error:
             raise RecordFormatError(f"{path}:{number}: {error}") from None
         if number == 1 and not isinstance(said, LendingTerms):
-            raise RecordFormatError(f"{path}:1: the record of a loan begins with its terms; give an unedited `record`")
+            raise RecordFormatError(
+                f"{path}:1: a lending record begins with the terms of the loan; give the file as `libra lend serve` or"
+                " `libra run` wrote it"
+            )
         yield said
 
 

@@ -1,4 +1,5 @@
-"""Readers of the tokens that an answer reports, used while it passes; each shape of answers has a reader.
+"""Readers that take the token counts from an answer while the gateway forwards it. Each format of answers has its own
+reader.
 
 Invariant: a reader changes no byte of an answer. An event that cannot be parsed is passed on and not counted.
 """

@@ -1,5 +1,5 @@
-"""Rollouts of `verifiers`: `results.jsonl` with one rollout per line, and since 0.4, `traces.jsonl` with one episode
-and its traces per line, as in prime-rl.
+"""Rollouts of `verifiers`: `results.jsonl` with one rollout per line. Since verifiers 0.4, `traces.jsonl` with one
+episode and its traces per line, as in prime-rl.
 """
 
 from __future__ import annotations
