@@ -154,8 +154,8 @@ def cheapest(
     migration: MigrationCost,
     turn_tokens: float,
 ) -> Offer:
-    """The cheapest of one or more offers. Ties go to `home`, the instance with the prefix; other ties go to the lower
-    load, then to the lower id.
+    """The cheapest of one or more offers. Ties go to `home`, the offer of the instance with the prefix. Other ties go
+    to the lower load, then to the lower id.
 
     A first placement compares the offers over all remaining tokens. A move is compared over one turn of `turn_tokens`
     tokens, the trajectory's own mean, since loads change and the next tool return allows another move.
