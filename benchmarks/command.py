@@ -34,8 +34,16 @@ def command_line(name: str, about: str | None, *, quick: str | None = None) -> a
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(about or "").partition("\n")[0])
     if quick is not None:
         parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows to FILE, a JSON line each")
     return parser
+
+
+def _new_file(text: str) -> Path:
+    """Refused before anything is measured where its folder is not there."""
+    path = Path(text).absolute()
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it")
+    return path
 
 
 def show(
@@ -47,7 +55,7 @@ def show(
     try:
         found = list(rows(options))
     except RefusedError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: {error}\n")
     report(found, options.json)
     sys.exit(int(judged and any(row.met is False for row in found)))
 

@@ -48,8 +48,8 @@ from tests.oracles.random_clusters import (
     Make,
     make_case,
     plan_case,
-    profiles_of,
     roll_out,
+    roofline_profiles,
     simulate_steps,
 )
 
@@ -222,7 +222,7 @@ def logged_cases() -> list[Case]:
     nodes = NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, 25e9)
     recipe = Recipe(batch=256, samples_per_prompt=8, max_length=32768, mode="sync")
     cluster = Cluster((nodes,))
-    profiles = profiles_of(cluster, model, recipe)
+    profiles = roofline_profiles(cluster, model, recipe)
     return [
         Case(path.stem, cluster, model, recipe, profiles, _drawn_from(path, recipe.max_length))
         for path in sorted(_LOGS.glob("*.jsonl"))

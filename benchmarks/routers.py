@@ -38,6 +38,7 @@ from benchmarks.command import RefusedError, command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.routing_plans import SEARCH, Question, batch_seconds, halves, question
 from benchmarks.rows import Row, at_most
+from libra import Planner
 from libra.config.listeners import EMULATOR
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
@@ -77,7 +78,7 @@ def _question(nodes: int, sizes: int) -> Question:
     recipe = Recipe(batch=256, samples_per_prompt=16, max_length=_LONGEST, mode="async", staleness=1, max_buckets=sizes)
     cluster, model = a800_nodes(nodes), load_model(_MODEL)
     logs = halves([it for it in read_trajectories(SEARCH) if it.finished], 0)
-    return question("search", logs, cluster, model, recipe, profiles_of(cluster, model, recipe))
+    return question("search", logs, Planner(cluster, model, recipe, profiles_of(cluster, model, recipe)))
 
 
 def _rows(case: str, found: Mapping[str, Sequence[Times]], most: float, whole: bool) -> Iterator[Row]:

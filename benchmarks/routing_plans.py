@@ -24,8 +24,6 @@ from benchmarks.command import command_line, show
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.rows import Row, at_most
 from libra import (
-    Cluster,
-    ModelSpec,
     Plan,
     Planner,
     Recipe,
@@ -37,7 +35,6 @@ from libra import (
     read_trajectories,
     simulate_posttraining,
 )
-from libra.cost.grid import EngineProfile
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import simulate_plan, teach
@@ -58,6 +55,7 @@ _USER = "user"  # who is asked, in these logs, as a tool is
 _SIZES = (1, 2, 3)  # buckets that a plan may have
 _STEPS = 8
 _PROMPTS = 192  # of a random log's halves
+Halves = tuple[Sequence[Trajectory], Sequence[Trajectory]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +76,11 @@ class Question:
         return [it for group in range(self.recipe.prompts) for it in episodes.group(group, 0)]
 
 
-def question(
-    name: str,
-    logs: tuple[Sequence[Trajectory], Sequence[Trajectory]],
-    cluster: Cluster,
-    model: ModelSpec,
-    recipe: Recipe,
-    profiles: tuple[EngineProfile, ...],
-    seed: int = 0,
-) -> Question:
+def question(name: str, logs: Halves, planner: Planner) -> Question:
     """The planner's own plan for the first log, whose groups are drawn like those of a run. Raises
     `InfeasiblePlanError`."""
-    known, judged = logs
-    planner = Planner(cluster, model, recipe, profiles)
-    episodes = Resampled(tuple(known), recipe.samples_per_prompt, recipe.max_length, seed)
+    (known, judged), recipe = logs, planner.recipe
+    episodes = Resampled(tuple(known), recipe.samples_per_prompt, recipe.max_length, seed=0)
     before = tuple(it for group in range(recipe.prompts) for it in episodes.group(group, 0))
     plan = planner.plan(planner.tracker(before, half_life_steps=1e6))  # all of them count
     engines = ", ".join(f"{it.shape} x {it.engines}" for it in plan.allocation.buckets)
@@ -101,24 +90,18 @@ def question(
 def questions(seed: int, families: Sequence[str] = TESTED) -> Iterator[Question]:
     """Logs of agents, as many as are at hand, and random ones; each with one size, two and three. Of questions whose
     plans are equal, one."""
+    cluster, model = a800_nodes(6), load_model(_MODEL)
     for name, logs, longest in _logs(seed):
-        yield from _sizes(
-            name,
-            logs,
-            Recipe(batch=512, samples_per_prompt=16, max_length=longest, mode="async", staleness=1),
-            a800_nodes(6),
-            load_model(_MODEL),
-        )
+        recipe = Recipe(batch=512, samples_per_prompt=16, max_length=longest, mode="async", staleness=1)
+        yield from _sizes(name, logs, Planner(cluster, model, recipe, profiles_of(cluster, model, recipe)))
     for family in families:
         case = make_case(family, seed, staleness=1)
-        samples = case.recipe.samples_per_prompt
-        drawn = tuple(case.make(_PROMPTS, number, samples) for number in (0, 1))
-        yield from _sizes(
-            f"{family} {seed}", (drawn[0], drawn[1]), case.recipe, case.cluster, case.model, case.profiles
-        )
+        known, judged = (case.make(_PROMPTS, number, case.recipe.samples_per_prompt) for number in (0, 1))
+        planner = Planner(case.cluster, case.model, case.recipe, case.profiles)
+        yield from _sizes(f"{family} {seed}", (known, judged), planner)
 
 
-def _logs(seed: int) -> Iterator[tuple[str, tuple[Sequence[Trajectory], Sequence[Trajectory]], int]]:
+def _logs(seed: int) -> Iterator[tuple[str, Halves, int]]:
     yield "search", halves([it for it in read_trajectories(SEARCH) if it.finished], seed), 40_960
     for log, (file, longest) in _AGENTS.items():
         if (_DATA / file).is_file():
@@ -142,18 +125,11 @@ def halves(log: Sequence[Trajectory], seed: int) -> tuple[tuple[Trajectory, ...]
     return tuple(it for it in log if it.prompt_id in chosen), tuple(it for it in log if it.prompt_id not in chosen)
 
 
-def _sizes(
-    name: str,
-    logs: tuple[Sequence[Trajectory], Sequence[Trajectory]],
-    recipe: Recipe,
-    cluster: Cluster,
-    model: ModelSpec,
-    profiles: tuple[EngineProfile, ...] | None = None,
-) -> Iterator[Question]:
+def _sizes(name: str, logs: Halves, planner: Planner) -> Iterator[Question]:
     seen = set()
     for size in _SIZES:
-        its = recipe.model_copy(update={"max_buckets": size})
-        found = question(name, logs, cluster, model, its, profiles or profiles_of(cluster, model, its))
+        its = planner.recipe.model_copy(update={"max_buckets": size})
+        found = question(name, logs, replace(planner, recipe=its))
         if found.plan.allocation not in seen:
             seen.add(found.plan.allocation)
             yield found

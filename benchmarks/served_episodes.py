@@ -43,6 +43,7 @@ from libra.loop.served_rollout import ServedRollout
 from libra.loop.turn_maker import TurnMaker, TurnReport
 from libra.plan.allocation import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
+from tests.fakes.engines import OnItsOwnDevice
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 _GOAL = 5.0  # ms of a turn above that of the built-in agent loop
@@ -53,11 +54,10 @@ _PROMPT = Prompt("p", "Q1+2+2+2;", "7")
 _TEMPLATE = "{% for m in messages %}{{ m.content }}{% if not m.content.endswith(';') %};{% endif %}{% endfor %}"
 
 
-class _ReadyEngine:
+class _ReadyEngine(OnItsOwnDevice):
     """Answers at once."""
 
-    name, version = "e", 0
-    lent, away, recall_rate = False, "", 0.0
+    name = "e"
 
     def __init__(self, codec: TokenizerCodec) -> None:
         self.work = LiveWork(Pace())

@@ -92,14 +92,13 @@ def engine(model: str, gpu: str, tp: int, max_model_len: int, max_num_seqs: int 
     return EngineSpec("0", config, GridCost(roofline(device, spec, [tp]).grid(tp), config))
 
 
-def cluster(spec: EngineSpec, count: int, workload: Workload, route: Policy | None, turn_tokens: int = 1) -> SimCluster:
-    specs = [replace(spec, name=str(number)) for number in range(count)]
-    return SimCluster(specs, workload, route, turn_tokens=turn_tokens)
+def cluster(spec: EngineSpec, count: int, workload: Workload, route: Policy | None) -> SimCluster:
+    return SimCluster([replace(spec, name=str(number)) for number in range(count)], workload, route)
 
 
-def static(engines: int, requests: int, output: int = OUTPUT) -> SimCluster:
+def static(engines: int, requests: int) -> SimCluster:
     """All requests at once, dealt out in turn."""
-    workload = generated_requests(requests, AtOnce(), Constant(PROMPT), Constant(output), seed=0)
+    workload = generated_requests(requests, AtOnce(), Constant(PROMPT), Constant(OUTPUT), seed=0)
     return cluster(engine("meta-llama/Llama-2-7b-hf", "A100", 1, 4096), engines, workload, RoundRobin())
 
 
@@ -116,11 +115,9 @@ def capacity(output: int = OUTPUT) -> float:
     return 3000 / (full.now / 1e12)
 
 
-def poisson(requests: int, output: int = OUTPUT, load: float = 0.8) -> SimCluster:
-    """One engine at a share of what it can do."""
-    workload = generated_requests(
-        requests, Poisson(load * capacity(output)), Constant(PROMPT), Constant(output), seed=0
-    )
+def poisson(requests: int, output: int = OUTPUT) -> SimCluster:
+    """One engine at 80 % of what it can do."""
+    workload = generated_requests(requests, Poisson(0.8 * capacity(output)), Constant(PROMPT), Constant(output), seed=0)
     return cluster(engine("meta-llama/Llama-3.1-8B", "A100", 1, 4096), 1, workload, None)
 
 

@@ -68,8 +68,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--markdown: {options.markdown} is no file; it must exist and hold the markers")
     if options.figures is not None and not options.figures.is_dir():
         raise ValueError(f"--figures: {options.figures} is no folder; make it")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"--json: there is no folder {options.json.absolute().parent}; make it")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,19 +37,6 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
     return PLACE.sub(lambda it: f"{it[1]}\n{tables[it[2]].strip()}\n\n{it[4]}" if it[2] in tables else it[0], page)
 
 
-def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table: text in the first column, then numbers. Raises ValueError for a line that is longer or shorter."""
-    for line in lines:
-        if len(line) != len(headings):
-            raise ValueError(f"a line has {len(line)} cells, and the table {len(headings)} columns: {line}")
-    ruler = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join(f"| {' | '.join(map(_cell, cells))} |" for cells in (headings, ruler, *lines))
-
-
-def _cell(words: str) -> str:
-    return " ".join(words.split()).replace("|", "\\|")
-
-
 Value = float | str | Estimate | None  # None: nothing is known
 
 
@@ -87,12 +74,15 @@ class Table:
                     yield Row(", ".join(filter(None, (self.case, label))), column.name, number, column.unit)
 
     def markdown(self) -> str:
-        """Raises ValueError for a label that has not a value for each column."""
-        body = [
-            [label, *(column.written(value) for column, value in zip(self.columns, values, strict=True))]
-            for label, values in self.body.items()
-        ]
-        return markdown([self.head, *(it.name for it in self.columns)], body)
+        """Text in the first column, then numbers. Raises ValueError for a label without a value for each column."""
+        lines = [[self.head, *(it.name for it in self.columns)], ["---", *["---:"] * len(self.columns)]]
+        for label, values in self.body.items():
+            lines.append([label, *(column.written(it) for column, it in zip(self.columns, values, strict=True))])
+        return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
+
+
+def _escaped(words: str) -> str:
+    return " ".join(words.split()).replace("|", "\\|")
 
 
 MODULES = (  # of this package, in the order of the page; each has an `EXPERIMENT`

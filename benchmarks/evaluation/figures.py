@@ -89,11 +89,6 @@ class BarChart:
                 }
 
 
-def number_of(system: str) -> int:
-    """Number of the colour that `system`, one of `SYSTEMS`, has."""
-    return SYSTEMS.index(system)
-
-
 def _colours(series: Sequence[Bars]) -> dict[str, Any]:
     """The colour of each series, with a legend. Raises IndexError where there are more than colours."""
     names = [one.name for one in series]

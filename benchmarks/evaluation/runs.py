@@ -56,7 +56,6 @@ def words_of(setting: Setting) -> str:
     """Name of a setting: its differences from the other settings of an experiment, except the seed."""
     usual = Setting(setting.model, setting.workload)
     words = [setting.workload, model_name(setting)]
-    words += [f"signal {setting.signal}"] if setting.signal != usual.signal else []
     words += [f"staleness {setting.staleness}"] if setting.staleness != usual.staleness else []
     words += [f"{setting.steps} steps"] if setting.steps != usual.steps else []
     return ", ".join(words)

@@ -29,14 +29,10 @@ def a800_nodes(count: int) -> Cluster:
     return Cluster((NodeClass("a800", count, GPUS_OF_NODE, gpu, gpu.link, _INTER),))
 
 
-def profiles_of(
-    cluster: Cluster, model: ModelSpec, recipe: Recipe, source: str = "tables"
-) -> tuple[EngineProfile, ...]:
-    """Engine times of all systems alike: kernels, and what vLLM's process adds to them.
-
-    `source` is that of `engine_profiles`; the default is no `auto`, so that numbers do not depend on what is installed.
-    """
-    return engine_profiles(cluster, model, recipe, source, host="default")
+def profiles_of(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
+    """Engine times of all systems alike: kernels of measured tables, whatever else is installed, and what vLLM's
+    process adds to them."""
+    return engine_profiles(cluster, model, recipe, "tables", host="default")
 
 
 def shape_file(model: str) -> Path:
@@ -55,7 +51,6 @@ class Setting:
 
     model: str
     workload: str
-    signal: str = "strong"  # how much tool returns tell: see tests/oracles/workloads
     nodes: int = 6  # of eight A800
     staleness: int = 4  # versions; of all systems but the colocated one. Assumed: the paper does not say
     steps: int = STEPS
@@ -81,7 +76,7 @@ class Setting:
     @cached_property
     def _drifting(self) -> Episodes:
         workload = read(self.workload)
-        return workload.episodes(self.signal, seed=workload.seed + self.seed, steps=self.steps)
+        return workload.episodes("strong", seed=workload.seed + self.seed, steps=self.steps)
 
     @property
     def groups_per_step(self) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.evaluation import baselines
-from benchmarks.evaluation.baselines import Choice, router
+from benchmarks.evaluation.baselines import router
 from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from libra import Effort, Plan, Planner, choose_plan, simulated_gain
@@ -129,15 +129,3 @@ MAKERS: dict[str, Callable[[Setting], System]] = {
     "ours": ours,
 }
 NAMES = (*baselines.NAMES, *MAKERS, "oracle")
-
-
-def made(setting: Setting, name: str, choice: Choice | None = None) -> tuple[System, Episodes]:
-    """The system of this name, and the trajectories that it runs on. A baseline needs the `choice` of what it leaves
-    open. Raises ValueError for a name not in `NAMES`, and where a choice is missing or has no place."""
-    if name not in NAMES:
-        raise ValueError(f"system is {name!r}; choose one of {', '.join(NAMES)}")
-    if (choice is not None) != (name in baselines.NAMES):
-        raise ValueError(f"system {name}: choice is {choice}; only {', '.join(baselines.NAMES)} need one")
-    if choice is not None:
-        return baselines.system(setting, name, choice), setting.episodes
-    return oracle(setting) if name == "oracle" else (MAKERS[name](setting), setting.episodes)

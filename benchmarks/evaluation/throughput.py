@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.estimates import Estimate
 from benchmarks.evaluation.experiment import Column, Experiment, Found, Table, Value
-from benchmarks.evaluation.figures import SYSTEMS, BarChart, Bars, number_of
+from benchmarks.evaluation.figures import SYSTEMS, BarChart, Bars
 from benchmarks.evaluation.runs import QUICK, Runs, file_name, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import NAMES
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_least, at_most
 
 MODELS = ("Qwen/Qwen3-14B", "Qwen/Qwen3-30B-A3B")
 WORKLOADS = ("search_r1", "dapo_math", "r2e_gym")
@@ -77,26 +78,25 @@ def _table(runs: Runs, setting: Setting) -> Table:
         shares = (
             100 * fmean(float(it[f"{what}_share"]) for it in values) for what in ("trainer", "engine", "migrated")
         )
-        over = None if system == "ours" else _over(runs, setting, system)
+        over = None if system == "ours" else _over(runs, setting, system, "throughput")
         published = "" if gain is None else f"{1 + gain / 100:.2f}"
         body[system] = (runs.mean(setting, system, "throughput"), *shares, over, published)
     return Table("system", _COLUMNS, body, case=words_of(setting))
 
 
-def _over(runs: Runs, setting: Setting, system: str) -> Value:
-    return runs.ratio(key(setting, "ours"), key(setting, system), "throughput")
+def _over(runs: Runs, setting: Setting, system: str, what: str) -> Estimate:
+    """What ours has over what the system has."""
+    return runs.ratio(key(setting, "ours"), key(setting, system), what)
 
 
 def _goals(runs: Runs, setting: Setting) -> Iterator[Row]:
     case = words_of(setting)
     for system, least in GOALS.items():
         if system in runs.systems(setting) and (system, setting.workload) in PUBLISHED:
-            found = runs.ratio(key(setting, "ours"), key(setting, system), "throughput").value
-            yield Row(case, f"ours over {system}", found, "x", f"at least {least:.1f} x", found >= least)
+            yield at_least(case, f"ours over {system}", _over(runs, setting, system, "throughput").value, "x", least)
     if "oracle" in runs.systems(setting):
-        behind = runs.ratio(key(setting, "ours"), key(setting, "oracle"), "seconds").value
-        goal = f"at most {ORACLE_GOAL:.2f} x"
-        yield Row(case, "time of ours over the oracle's", behind, "x", goal, behind <= ORACLE_GOAL)
+        behind = _over(runs, setting, "oracle", "seconds").value
+        yield at_most(case, "time of ours over the oracle's", behind, "x", ORACLE_GOAL)
 
 
 def _choices(runs: Runs) -> Table:
@@ -114,7 +114,7 @@ def _choices(runs: Runs) -> Table:
 
 def _figure(runs: Runs, model: str, settings: Sequence[Setting]) -> BarChart:
     bars = [
-        Bars(system, [runs.mean(setting, system, "throughput") for setting in settings], like=number_of(system))
+        Bars(system, [runs.mean(setting, system, "throughput") for setting in settings], like=SYSTEMS.index(system))
         for system in SYSTEMS
         if all(system in runs.systems(setting) for setting in settings)
     ]

@@ -16,7 +16,7 @@ from benchmarks.evaluation import baselines, cells
 from benchmarks.evaluation.baselines import HINDSIGHT_STEPS, Choice, at_most, choices, judged, judged_at_length
 from benchmarks.evaluation.cells import Cell
 from benchmarks.evaluation.setting import STEPS, Setting
-from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, chosen_plan, made, oracle, ours
+from benchmarks.evaluation.systems import MAKERS, NAMES, ORACLE_BUCKETS, Parts, chosen_plan, oracle, ours
 from libra.plan.plan import dump_plan, parse_plan
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
@@ -84,23 +84,23 @@ def kept_ours(setting: Setting, parts: Mapping[str, Any] | None = None) -> Syste
     return ours(setting, its, parse_plan(json.dumps(result.values["plan"]), result.cell.name))
 
 
-def run(
-    setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None, choice: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Outcome of the run. `parts` are those of ours, for an ablation; the plan that ours begins with is kept or chosen.
-    `choice` is that of a baseline, and kept or searched for where it is not given. Raises ValueError where either is
-    given to another system."""
+def run(setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Outcome of the run. `parts` are those of ours, for an ablation. The plan that ours begins with, and what a
+    baseline leaves open, are kept or chosen. Raises ValueError for a name not in `NAMES`, and for parts of another."""
     where = Setting(**setting)
+    if system not in NAMES:
+        raise ValueError(f"system is {system!r}; choose one of {', '.join(NAMES)}")
     if parts is not None and system != "ours":
         raise ValueError(f"system {system} has no parts; give them to ours")
-    if system == "oracle" and choice is None:
+    if system == "oracle":
         return _oracle(where)
-    if system == "ours" and choice is None:
-        what, episodes = kept_ours(where, parts), where.episodes
+    if system == "ours":
+        what = kept_ours(where, parts)
+    elif system in baselines.NAMES:
+        what = baselines.system(where, system, chosen(where, system))
     else:
-        searched = chosen(where, system) if choice is None and system in baselines.NAMES else None
-        what, episodes = made(where, system, searched if choice is None else Choice(**choice))
-    return told(what, simulate_posttraining(what, episodes, where.steps))
+        what = MAKERS[system](where)
+    return told(what, simulate_posttraining(what, where.episodes, where.steps))
 
 
 def _oracle(setting: Setting) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -51,8 +52,16 @@ class Part(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+def _known(name: str) -> str:
+    load_model(name)
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_known)]
+
+
 class Facts(Part):
-    model: str
+    model: ModelName
     gpu: str
     vllm: str = "?"
     torch: str = "?"
@@ -71,12 +80,6 @@ class Facts(Part):
     dtype: Literal["auto", "bfloat16", "float16", "half", "torch.bfloat16", "torch.float16"] = "auto"
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
-
-    @field_validator("model")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        load_model(name)
-        return name
 
     @field_validator("gpu")
     @classmethod

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from benchmarks.fidelity.gpu_data import Part, documents
+from benchmarks.fidelity.gpu_data import ModelName, Part, documents
 from benchmarks.rows import Row, at_most, none
 from libra.config.recipe import TrainingBytes
 from libra.config.yaml_file import ConfigError, refusal, valid
@@ -35,7 +35,7 @@ class _Step(Part):
     """One size. Seconds are of forward, backward and update; with an `error` it ran out of memory. AdamW's moments have
     the parameters' type; of a step that failed it was not written, and is that of the model's others."""
 
-    model: str
+    model: ModelName
     recompute: bool
     seq: PositiveInt
     batch: PositiveInt
@@ -44,12 +44,6 @@ class _Step(Part):
     forward_backward: PositiveFloat = 0
     optimizer: NonNegativeFloat = 0
     peak_bytes: PositiveFloat
-
-    @field_validator("model")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        load_model(name)
-        return name
 
 
 def training_rows(folder: Path, gpu: GPU) -> tuple[list[Row], list[ConfigError]]:

@@ -7,7 +7,7 @@ picks its target among the processes there by then. Every kind of a deck comes u
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -45,10 +45,6 @@ ENDING = frozenset({Kind.KILL_CORES, Kind.KILL_FORK_SERVER, Kind.KILL_CONTROLLER
 # What no worker is to be lost for.
 HARMLESS = frozenset({Kind.SLOW})
 
-Deck = Mapping[Kind, int]
-
-DECK: Deck = {kind: kind.often for kind in Kind}
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -60,11 +56,11 @@ class Fault:
     seconds: float
 
 
-def schedule(seed: int, pause: float, kinds: Deck = DECK) -> Iterator[Fault]:
+def schedule(seed: int, pause: float) -> Iterator[Fault]:
     """Faults without an end, `pause` seconds apart on average."""
     rng = random.Random(f"soak:{seed}")
     while True:
-        deck = [kind for kind, count in kinds.items() for _ in range(count)]
+        deck = [kind for kind in Kind for _ in range(kind.often)]
         rng.shuffle(deck)
         for kind in deck:
             yield Fault(kind, rng.uniform(0.2, 1.8) * pause, rng.random(), rng.uniform(*kind.seconds))

@@ -25,7 +25,7 @@ import msgspec
 import psutil
 import torch
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_least, at_most
 from libra.backends.transport.engine_messages import LoadWeights, WeightsPlace
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.copying import difference
@@ -80,14 +80,14 @@ async def _measured() -> list[Row]:
     return [
         Row(case, "weights", grid.size / 1e6, "MB"),
         Row(case, "everything to all nodes", full, "s"),
-        Row(case, "crossed the link, of everything", whole, "times", "<= 1.05", whole <= 1.05),
+        at_most(case, "crossed the link, of everything", whole, "times", 1.05),
         Row(case, "everything at the link's rate", least, "s"),
         Row(case, "a version to all nodes, median", took, "s"),
         Row(case, "a version, CPU time of all processes", median(computed[1:]), "s"),
-        Row(case, "everything over a version", full / took, "x", ">= 15", full >= 15 * took),
+        at_least(case, "everything over a version", full / took, "x", 15),
         Row(case, "everything at the link's rate, over a version", least / took, "x"),
         Row(case, "a version, of everything", 100 * median(sizes) / grid.size, "% of dense"),
-        Row(case, "crossed the link, of a version, most", most, "times", "<= 1.05", most <= 1.05),
+        at_most(case, "crossed the link, of a version, most", most, "times", 1.05),
         Row(case, "load of the machine", os.getloadavg()[0], "processes"),
     ]
 

@@ -237,7 +237,10 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
             "max_num_batched_tokens: [1000000000]",
             "max_num_batched_tokens 1000000000 of the menu: Qwen/Qwen3-8B has eng",
         ),
-        ("kv_tiers: [[{name: host, gib: 1e-3, bandwidth: 1e9}]]", "kv_tiers.0.0.gib is 0.001: host holds 0 tokens"),
+        (
+            "kv_tiers: [[{name: host, gib: 1e-3, bandwidth: 1e9}]]",
+            "kv_tiers.0.0.gib is 0.001: host has room for 0 tokens",
+        ),
         ("kv_tiers: [null, [{nam: host}]]", "kv_tiers.1.0.nam: unknown key 'nam'; did you mean name?"),
     ],
 )

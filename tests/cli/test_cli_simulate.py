@@ -183,11 +183,11 @@ def test_kv_that_is_pushed(tmp_path: Path) -> None:
     assert sum(engine["generated_tokens"] for engine in found["engines"]) == generated
     given["kv_transfer"]["lease"] = 20.0
     refused = simulate(engines=write(tmp_path / "leased.yaml", given))
-    assert_refused(refused, "kv_transfer.lease is 20.0; KV that is pushed has none: leave it out")
+    assert_refused(refused, "kv_transfer.lease is 20.0; pushed KV has no lease: leave it out")
     del given["kv_transfer"]["lease"]
     given["engines"][0]["num_reserved_decode_tokens"] = 64
     refused = simulate(engines=write(tmp_path / "reserving.yaml", given))
-    assert_refused(refused, "engines.0.num_reserved_decode_tokens is 64, and its role prefill")
+    assert_refused(refused, "engines.0.num_reserved_decode_tokens is 64, but role is prefill")
 
 
 def test_a_time_limit_stops_it_there_and_says_so() -> None:
@@ -331,7 +331,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     (
         "longer than the model",
         group(max_model_len=50_000),
-        ("engines.0.max_model_len is 50000; Qwen/Qwen3-14B is made for 40960 tokens: lower it",),
+        ("engines.0.max_model_len is 50000, but Qwen/Qwen3-14B is made for 40960 tokens: lower it",),
     ),
     (
         "heads that do not divide",
@@ -341,12 +341,12 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     (
         "a degree without times",
         group(tensor_parallel_size=40),
-        ("engines.0.tensor_parallel_size is 40; engine times (roofline: ", "are known for 1, 2, 4, 8: take one"),
+        ("engines.0.tensor_parallel_size is 40, but engine times (roofline: ", "are known only for 1, 2, 4, 8: give"),
     ),
     (
         "more stages than layers",
         group(pipeline_parallel_size=41),
-        ("engines.0.pipeline_parallel_size is 41; Qwen/Qwen3-14B has 40 layers: lower it",),
+        ("engines.0.pipeline_parallel_size is 41, but Qwen/Qwen3-14B has 40 layers: lower it",),
     ),
     (
         "a budget without times",
@@ -359,7 +359,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         group(host="no.json", overhead=None),
         ("engines.0.host: ", "no.json", "give none, default or fast"),
     ),
-    ("two hosts", group(host="default"), ("engines.0.host is default, and overhead is given: leave one of them",)),
+    ("two hosts", group(host="default"), ("engines.0.host is default, but overhead is given, too: leave one of them",)),
     (
         "a negative overhead",
         group(overhead={"iteration": -1.0}),
@@ -380,8 +380,12 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         group(max_num_batched_tokens=500_000),
         ("engines.0.max_num_batched_tokens is 500000: Qwen/Qwen3-14B leaves KV memory for 0 tokens", "lower it"),
     ),
-    ("two of one name", {**BASE, "engines": [GROUP, GROUP]}, ("2 engines have the name a100-0: give each its own",)),
-    ("limits that fall", {**BASE, "limits": [8192, 4096]}, ("limits is [8192, 4096]; list numbers of tokens that",)),
+    (
+        "two of one name",
+        {**BASE, "engines": [GROUP, GROUP]},
+        ("2 engines have the name a100-0: give each engine its own",),
+    ),
+    ("limits that fall", {**BASE, "limits": [8192, 4096]}, ("limits is [8192, 4096]; list rising numbers of tokens",)),
     (
         "a bucket without a limit",
         group(bucket=1),
@@ -471,7 +475,7 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     (
         "none in flight",
         (ENGINES, "-t", LOG, "--concurrency", 0),
-        ("libra: --concurrency is 0; let 1", "or leave it out"),
+        ("libra: --concurrency is 0; give 1", "or leave it out"),
     ),
     ("no samples", (ENGINES, "-t", LOG, "--samples-per-prompt", 0), ("libra: --samples-per-prompt is 0; run each",)),
     (

@@ -1,1 +1,1 @@
-"""Answers of their own that tests, and benchmarks, hold Libra's against."""
+"""Independent answers with which tests and benchmarks compare Libra's answers."""

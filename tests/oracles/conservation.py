@@ -1,7 +1,7 @@
-"""What is conserved in a simulation, whatever went wrong in it: requests, tokens, blocks, bytes, time.
+"""Checks that a simulation conserves requests, tokens, blocks, bytes and time, no matter what went wrong in it.
 
-Invariant: all is counted a second time, from what was traced, told and left behind, and not asked of what counted it
-first.
+Invariant: everything is counted a second time, from the trace, the reports and the final state. No check uses the
+counters that it judges.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _OUTCOME = [
 
 
 def require_conserved(case: FaultyCase) -> bool:
-    """Raises AssertionError where anything is lost, or where visiting every iteration makes a difference. False: the
-    case is refused by name."""
+    """Raises AssertionError if anything is lost, or if visiting every iteration makes a difference. Returns False if
+    the simulator refuses the case with a reason."""
     jumped, visited = case.run(exact=False), case.run(exact=True)
     if jumped is None or visited is None:
         assert jumped is visited
@@ -52,7 +52,7 @@ def require_conserved(case: FaultyCase) -> bool:
 
 
 def _told(ran: Ran) -> dict[str, Any]:
-    """All that must not depend on how often engines were looked at."""
+    """All results that must not depend on how often engines were visited."""
     cluster = ran.cluster
     told = {
         "end": (cluster.now, cluster.partial),
@@ -85,7 +85,7 @@ def _in_tiers(engine: SimEngine) -> list[object]:
 
 
 def _named(what: Any) -> Any:
-    """Contexts by their names."""
+    """`what` with contexts replaced by their names."""
     if isinstance(what, Chain):
         return what.name
     if isinstance(what, Request):
@@ -97,7 +97,7 @@ def _named(what: Any) -> Any:
 
 
 def _requests(ran: Ran) -> None:
-    """Each comes to one end and is told once; what was stopped goes on, with all of its tokens."""
+    """Each request ends once and is reported once. A stopped request continues with all its tokens."""
     cluster, rests = ran.cluster, ran.rests
     requests = cluster.requests
     assert len({it.number for it in requests}) == len(requests)
@@ -136,7 +136,7 @@ def _requests(ran: Ran) -> None:
 
 
 def _milestones(cluster: SimCluster) -> None:
-    """In order, and none is left out."""
+    """The milestones of a request are complete and in order."""
     for it in cluster.requests:
         reached = [it.scheduled, it.prefill_end, it.first_token]
         known = [tick for tick in reached if tick is not None]
@@ -160,7 +160,7 @@ def _milestones(cluster: SimCluster) -> None:
 
 
 def _blocks(cluster: SimCluster) -> None:
-    """A pool has all of its blocks, and in the end nobody holds any."""
+    """A pool has all its blocks, and no request holds blocks at the end."""
     for engine in cluster.engines:
         pool, name = engine.pool, cluster.specs[engine.index].name
         assert pool.blocks == engine.config.kv_blocks, name
@@ -173,7 +173,7 @@ def _blocks(cluster: SimCluster) -> None:
             continue
         assert engine.load_tokens == 0 and not engine.unfinished, name
         assert not engine.leaving and not engine.writers and not engine.partials, name
-        if engine.closed:  # what it keeps for others is gone with it
+        if engine.closed:  # its KV for other engines is gone, too
             continue
         assert pool.held == pool.shared == 0, name
         assert all(not run.holders for runs in pool._runs.values() for run in runs), name
@@ -185,7 +185,7 @@ def _blocks(cluster: SimCluster) -> None:
 
 
 def _pulls(cluster: SimCluster) -> None:
-    """What was sent came, or was broken off, and all of it was asked for."""
+    """Every transfer was requested, and arrived or was aborted."""
     pairs = cluster.pairs
     if pairs is None:
         return
@@ -218,7 +218,7 @@ def _block_bytes(cluster: SimCluster, engine: int) -> float:
 
 
 def _tiers(cluster: SimCluster) -> None:
-    """They hold no more than they have room for; once all is carried out, nothing is read or written."""
+    """Tiers hold no more than they have room for. After the last transfer, no chunk is being read or written."""
     transfers = [it.tiers.transfers for it in cluster.engines if it.tiers is not None]
     for it in transfers:
         it.pass_time(cluster.now if cluster.partial else _NEVER)
@@ -234,7 +234,7 @@ def _shelves(transfers: TierTransfers, all_of_them: Sequence[TierTransfers], *, 
         assert min(shelf.loads, shelf.loaded, shelf.stored) >= 0
         sharing = [one for it in all_of_them for one in it.shelves if one.cache is cache]
         came = sum(it.stored for it in sharing)
-        if shelf is transfers.first:  # what comes from the others goes through the first
+        if shelf is transfers.first:  # loads from other tiers pass through the first tier
             came += sum(other.loaded for it in all_of_them if it.first.cache is cache for other in it.others)
         if ended:
             assert cache.idle == cache.held
@@ -245,7 +245,7 @@ def _shelves(transfers: TierTransfers, all_of_them: Sequence[TierTransfers], *, 
 
 
 def _iterations(ran: Ran) -> None:
-    """No iteration has more than fits, and nobody computed more or less than was missing."""
+    """No iteration exceeds its limits, and each request computes exactly the tokens that it lacks."""
     cluster = ran.cluster
     computed: dict[tuple[int, int], int] = {}
     by_engine: dict[int, list[Iteration]] = {it.index: [] for it in cluster.engines}
@@ -270,7 +270,7 @@ def _iterations(ran: Ran) -> None:
             config = cluster.specs[request.engine].config
             wanted = request.prompt_tokens + request.generated - 1
             if request.generated == 1 and _pushed(cluster, request):
-                continue  # its only token came with its KV
+                continue  # the request's only token came with its KV
             _is_computed(computed.get((request.engine, request.number), 0), wanted, config)
     if cluster.pairs is not None:
         for record in cluster.pairs.handed_over:
@@ -281,7 +281,7 @@ def _iterations(ran: Ran) -> None:
 
 
 def _pushed(cluster: SimCluster, request: Request) -> bool:
-    """Whether the KV of its prompt, and its first token, came from the engine that computed it."""
+    """Whether the prefill engine pushed the KV of the request's prompt, with the first token."""
     pairs = cluster.pairs
     return (
         pairs is not None
@@ -307,7 +307,7 @@ def _is_computed(tokens: int, wanted: int, config: EngineConfig) -> None:
 
 
 def _counted(cluster: SimCluster) -> None:
-    """The figures of a result are of these requests."""
+    """The numbers of the result agree with the requests."""
     result = result_of(cluster)
     found = metrics_of(result)
     statuses = Counter(it.status for it in cluster.requests)

@@ -1,6 +1,6 @@
 """Damage to files, as a disk, an interrupted process or a stranger does it.
 
-Invariant: the damage is a function of its three values, so a seed or a failed test gives the same files again.
+Invariant: the damage depends only on its three values, so a seed or a failed test reproduces the same files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VALUES = (
 
 @dataclass(frozen=True)
 class Damage:
-    """One change of a file. `at`: place, as a share of the file in [0, 1]; `byte` in [0, 255] chooses a variant."""
+    """One change of a file. `at` is the place, as a share of the file in [0, 1]. `byte` in [0, 255] picks a variant."""
 
     kind: str
     at: float

@@ -1,9 +1,9 @@
-"""Every allocation of a small problem with its step, by brute force, and random problems small enough for it.
+"""Every allocation of a small problem with its step, by brute force, and random problems that are small enough.
 
 Invariant: nothing here calls the code that it judges. Steps follow the inequalities in the docstring of
-`libra.plan.problem`: a bucket's step is the smallest that satisfies them under one of its options, an allocation's the
-largest of its buckets' and of training. Listed is every allocation of which each bucket serves a class, with limits at
-the classes' peaks or where the present buckets have theirs.
+`libra.plan.problem`. A bucket's step is the smallest that satisfies them under one of its options. An allocation's step
+is the largest of its buckets' steps and of training. The list has every allocation in which each bucket serves a class,
+with limits at the classes' peaks or at the limits of the present buckets.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """One allocation, the seconds of its step, and what the tie-break counts."""
+    """One allocation, the seconds of its step, and the counts for the tie-break."""
 
     allocation: Allocation
     step: float
-    changes: bool  # anything of what runs
+    changes: bool  # whether it differs from the running allocation
     moves: int
     devices: int
 
@@ -50,7 +50,8 @@ def priced(problem: Problem) -> list[Priced]:
 
 
 def answers(problem: Problem) -> list[Priced]:
-    """Every allocation of the problem, and what runs, if it fits, even where one of its buckets serves no class."""
+    """Every allocation of the problem. The running allocation is included if it fits, even if a bucket of it serves no
+    class."""
     found, present = priced(problem), problem.current
     if present is not None and _fits(problem, present) and present not in [plan.allocation for plan in found]:
         found.append(Priced(present, step_of(problem, present), False, 0, sum(_devices(problem, present).values())))
@@ -58,7 +59,7 @@ def answers(problem: Problem) -> list[Priced]:
 
 
 def optimum(problem: Problem) -> float:
-    """The shortest step; infinity when there is no allocation."""
+    """The shortest step; infinity if the problem has no allocation."""
     return min((plan.step for plan in priced(problem)), default=math.inf)
 
 
@@ -72,7 +73,7 @@ def step_of(problem: Problem, allocation: Allocation) -> float:
 
 
 def moves(problem: Problem, allocation: Allocation) -> int:
-    """Engines and replicas that have to be started, and one more for other ranges; 0 when nothing runs."""
+    """Number of engines and replicas to start, and one more if ranges change; 0 if nothing runs."""
     current = problem.current
     if current is None:
         return 0
@@ -99,7 +100,7 @@ def _fits(problem: Problem, allocation: Allocation) -> bool:
 
 
 def _may_use(problem: Problem, used: dict[str, int]) -> bool:
-    """Devices, by pool."""
+    """Whether the problem allows an allocation to use these devices, by pool."""
     for pool in problem.pools:
         allowed = {pool.devices, 0} if pool.serves else {pool.devices}
         if used[pool.name] > pool.devices or (problem.use_all_devices and used[pool.name] not in allowed):
@@ -122,7 +123,7 @@ def _devices(problem: Problem, allocation: Allocation) -> dict[str, int]:
 
 
 def bucket_step(problem: Problem, bucket: Bucket, training: TrainingOption, runs: bool, begin: str) -> float:
-    """The shortest step that the bucket allows while training so; `runs` is whether its routers are known, `begin` the
+    """The shortest step that the bucket allows with this training. `runs`: the bucket's routers are known. `begin`: the
     shape of the first bucket."""
     there = min(_options(problem, begin), key=lambda option: option.residence[-1])
     return min(
@@ -147,7 +148,7 @@ def _options(problem: Problem, shape: str) -> list[EngineOption]:
 
 
 def _bucket_steps(problem: Problem) -> Callable[[Bucket, TrainingOption, bool, str], float]:
-    """The same as `bucket_step`, each worked out once."""
+    """`bucket_step`, cached."""
 
     @cache
     def step(bucket: Bucket, training: TrainingOption, runs: bool, begin: str) -> float:
@@ -159,8 +160,8 @@ def _bucket_steps(problem: Problem) -> Callable[[Bucket, TrainingOption, bool, s
 def _option_step(
     problem: Problem, option: EngineOption, bucket: Bucket, training: TrainingOption, runs: bool, there: EngineOption
 ) -> float:
-    """The smallest step in which the bucket's engines do their work and its longest trajectory is not too late, which
-    begins on the option `there`."""
+    """The smallest step in which the bucket's engines do their work and its longest trajectory is in time. This
+    trajectory begins on the option `there`."""
     own = members(problem, bucket)
     routers = problem.recall_known if runs else problem.recall_possible
 
@@ -219,11 +220,11 @@ def _option_step(
         loads.append((busy / bucket.engines, asked(option.refresh, reach) / bucket.engines))
 
     def work(step: float) -> float:
-        """Seconds of a step, as long as the router that asks for most."""
+        """Seconds of work in a step, for the router that needs most."""
         return max([busy + squared / step for busy, squared in loads])
 
     def kept(step: float) -> bool:
-        """Whether the longest trajectory, which has what the others leave of its engine, is in time."""
+        """Whether the longest trajectory is in time with the part of its engine that the others leave."""
         allowed = (1 + problem.staleness) * step - after
         left, spread, load = allowed, step, work(step) + option.stall
         if problem.staleness == 0:  # the work is spread over the rollout
@@ -248,7 +249,7 @@ def _asked(costs: tuple[float, ...], reach: tuple[float, ...], own: list[int], b
 
 
 def _first(kept: Callable[[float], bool]) -> float:
-    """The smallest step that is kept, where all longer ones are kept, too; 0 for one of almost no length."""
+    """The smallest step that is kept, given that all longer steps are kept, too; 0 for a step of almost no length."""
     short, long = 0.0, 1e-12
     if kept(long):
         return 0.0
@@ -299,7 +300,7 @@ def _cuts(ends: list[int]) -> Iterator[list[int]]:
 def _served(
     problem: Problem, ranges: list[tuple[int, int]], shapes: dict[str, EngineOption], room: dict[str, int]
 ) -> Iterator[tuple[tuple[Bucket, ...], dict[str, int]]]:
-    """Engines of `shapes` for each of the ranges, with the devices that are left."""
+    """Yield the numbers of engines of `shapes` for each range, within the remaining devices."""
     if not ranges:
         yield (), room
         return
@@ -333,7 +334,7 @@ def _rising(draw: st.DrawFn, classes: int) -> tuple[float, ...]:
 
 @st.composite
 def problems(draw: st.DrawFn, *, feasible: bool = True, small: bool = False) -> Problem:
-    """A problem with at most 6 classes (`small`: 3), 4 shapes (2) and 3 pools; with `feasible`, one that has a plan."""
+    """A problem with at most 6 classes (`small`: 3), 4 shapes (`small`: 2) and 3 pools. `feasible`: it has a plan."""
     fewest = 1 if small else draw(st.integers(1, 4))
     peaks = tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=fewest, max_size=3 if small else 6))))
     classes = len(peaks)
@@ -348,10 +349,10 @@ def problems(draw: st.DrawFn, *, feasible: bool = True, small: bool = False) -> 
     for shape in range(draw(st.sampled_from([1, 2, 2] if small else [1, 2, 2, 3, 3, 4]))):
         pool = draw(st.sampled_from(pools))
         devices = draw(st.sampled_from([1, 1, 2]))
-        # A pair has prompts computed on any pool, and on fewer devices than there are.
+        # The prefill half of a pair is on any pool, with fewer devices than the pool has.
         prompts = draw(st.sampled_from([it for it in pools if not it.serves]))
         pair = shape > 0 and not pool.serves and draw(st.booleans())
-        # The first shape holds everything, lest most problems are infeasible.
+        # The first shape has room for everything. Otherwise most problems would be infeasible.
         holds = longest if shape == 0 else draw(st.integers(1, longest + 1))
         rows = draw(st.integers(1, 2))
         caches = st.tuples(*[st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.5])] * classes)
@@ -433,7 +434,7 @@ def _training(draw: st.DrawFn, pools: tuple[Pool, ...]) -> tuple[TrainingOption,
 
 @st.composite
 def _with_current(draw: st.DrawFn, problem: Problem) -> Problem:
-    """Something runs: an allocation of the problem, or one from which the problem has moved on since."""
+    """The problem with a running allocation: one of its own, or one that fits it no longer."""
     ways = list(islice(_feasible(replace(problem, use_all_devices=False)), _MOST))
     if not ways:
         return problem
@@ -445,7 +446,7 @@ def _with_current(draw: st.DrawFn, problem: Problem) -> Problem:
     changes.append((*others, replace(last, engines=last.engines + 2)))
     changes.append((*others, replace(last, shape="retired")))
     changes.append(tuple(others))
-    if last.up_to - last.above > 1:  # a limit at no class's peak, perhaps with no class on one side of it
+    if last.up_to - last.above > 1:  # add a limit between the peaks of classes
         changes.append((*others, replace(last, up_to=last.up_to - 1), replace(last, above=last.up_to - 1)))
         if others:
             cut = last.above + 1

@@ -1,4 +1,4 @@
-"""Places in the page of the evaluation, and whether the findings of an experiment fit them."""
+"""Checks that the findings of an experiment fit their places in the page of the evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 def require_found(experiment: Experiment, results: Sequence[Result]) -> Found:
-    """Findings have distinct rows, tables that fit into a page, and figures, if any, that can be drawn."""
+    """Require that findings have distinct rows, tables that fit into a page, and figures that can be drawn."""
     found = experiment.found(results)
     assert found.tables
     assert len({(row.case, row.metric) for row in found.rows}) == len(found.rows) > 0
@@ -26,7 +26,7 @@ def require_found(experiment: Experiment, results: Sequence[Result]) -> Found:
 
 
 def require_places(experiment: Experiment, found: Found) -> None:
-    """The page has one place for each of the experiment's tables, shows each of its figures once, and has no others."""
+    """Require that the page has exactly one place for each table and each figure of the experiment."""
     page = PAGE.read_text(encoding="utf-8")
     tables = {f"{experiment.name}/{name}": table.markdown() for name, table in found.tables.items()}
     with_tables(page, tables)  # raises

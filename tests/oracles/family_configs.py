@@ -1,4 +1,4 @@
-"""Small configurations, one or more of each family, with all fields that its published files have."""
+"""Small configurations, one or more of each family, with all fields of the family's published files."""
 
 from __future__ import annotations
 
@@ -596,7 +596,7 @@ UNMADE: dict[str, dict[str, Any]] = {
         share_expert_dim=40,
         first_k_dense_replace=1,
     ),
-    # Transformers' class has weights for experts that compute nothing, which the checkpoint has not.
+    # Transformers' class has weights for experts that compute nothing; the checkpoint lacks them.
     "longcat_flash": {
         "model_type": "longcat_flash",
         **{key: value for key, value in _BASE.items() if key not in ("num_hidden_layers", "intermediate_size")},

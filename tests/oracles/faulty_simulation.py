@@ -1,7 +1,6 @@
-"""Whole simulations at random: engines of every kind, alone or as prefill/decode pairs, work for them, and what goes
-wrong meanwhile.
+"""Random whole simulations: engines of every kind, alone or as prefill/decode pairs, with work and faults.
 
-Invariant: a seed names one case of a kind for good, however it is run; nothing that is drawn depends on a run.
+Invariant: kind and seed determine a case, no matter how it is run. Nothing that is drawn depends on a run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from libra.trajectory import Trajectory, Turn
 from oracles.random_engines import HEAVIER, HEAVY, KINDS, Kind, random_cost, random_engines
 from tests.oracles.fidelity.random_workloads import random_case
 
-_RESTS = 1_000_000  # and more: numbers of what is left of requests that were stopped
+_RESTS = 1_000_000  # first number of the rests of stopped requests
 _REFUSED = ("two requests generate on it", "at the same time: give each a fork", "evict each other's")
 
 
@@ -45,10 +44,10 @@ class Fault:
 
 
 class Told:
-    """A workload of which some requests are given up, and all that it is told."""
+    """A workload that cancels some requests and records all calls."""
 
     def __init__(self, workload: Workload, cancelled: dict[int, int]) -> None:
-        """`cancelled` says how long after its arrival, by number."""
+        """`cancelled` has the ticks from arrival to cancellation, by request number."""
         self.workload, self._cancelled = workload, cancelled
         self.ended: list[Request] = []
 
@@ -72,20 +71,20 @@ class Told:
 
 @dataclass
 class Ran:
-    """A simulation that is over, and what was seen of it."""
+    """A simulation that has ended, with everything that was recorded."""
 
     cluster: SimCluster
     told: Told
     iterations: list[Iteration]
-    rests: dict[Request, Request]  # what is left of those that were stopped
+    rests: dict[Request, Request]  # the rest of each stopped request
 
 
 @dataclass(frozen=True)
 class FaultyCase:
-    """All of a simulation but how it is run."""
+    """All inputs of a simulation, except the way in which it is run."""
 
     specs: tuple[EngineSpec, ...]
-    spare: tuple[EngineSpec, ...]  # for engines that come later, one of each role that there is
+    spare: tuple[EngineSpec, ...]  # specs of engines that are added later, one of each role
     work: Callable[[], Workload]
     cancelled: dict[int, int]
     faults: tuple[Fault, ...]
@@ -96,8 +95,8 @@ class FaultyCase:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self, *, exact: bool) -> Ran | None:
-        """None where faults delay a turn so far that the next one of its conversation, whose arrival is fixed here,
-        comes to generate beside it, or where a tier is too small: that is refused by name."""
+        """Run the case. None: the simulator refuses the case. This is so if faults delay a turn beyond the fixed
+        arrival of the conversation's next turn, or if a tier is too small."""
         route, decode_route = self.policies()
         told, numbers = Told(self.work(), self.cancelled), count(_RESTS)
         iterations: list[Iteration] = []
@@ -131,7 +130,7 @@ class FaultyCase:
             if not any(it in str(error) for it in _REFUSED):
                 raise
             return None
-        except RuntimeError:  # some wait for ever
+        except RuntimeError:  # some requests wait forever
             longest = max(spec.config.max_model_len for spec in self.specs)
             if any(it.prompt_tokens < longest for it in cluster.frontend.unplaced):
                 raise
@@ -169,7 +168,7 @@ class FaultyCase:
 
 
 def faulty_case(kind: Kind, seed: int) -> FaultyCase:
-    """Engines of a kind, as prefill/decode pairs every other seed: the other halves are of any kind then."""
+    """A case with engines of a kind. Every other seed has prefill/decode pairs, whose other halves are of any kind."""
     random = Random(f"{kind} {seed}")
     config, requests = random_case(random.randrange(1 << 32))
     apart = seed % 2 == 1
@@ -233,7 +232,7 @@ def _network(random: Random, step: int, *, push: bool) -> KVNetwork:
     seconds = step / TICKS
     return KVNetwork(
         push=push,
-        bandwidth=37.0 / (seconds * random.choice((0.01, 0.2, 2))),  # a token in so many steps
+        bandwidth=37.0 / (seconds * random.choice((0.01, 0.2, 2))),  # the choice is the steps per token
         latency=random.choice((0.0, 0.3, 3)) * seconds,
         lease=random.choice((8, 100, 10_000)) * seconds,
         local_below=random.choice((0, 0, 16)),
@@ -241,13 +240,13 @@ def _network(random: Random, step: int, *, push: bool) -> KVNetwork:
 
 
 def _reserving(config: EngineConfig, reserved: int) -> EngineConfig:
-    """One that leaves so many tokens free for each request with KV."""
+    """The configuration with `num_reserved_decode_tokens` of `reserved`."""
     least = config.blocks(config.max_model_len) + config.blocks(reserved) + config.draft_blocks
     return replace(config, kv_blocks=max(config.kv_blocks, least), num_reserved_decode_tokens=reserved)
 
 
 def _moves(random: Random, step: int) -> KVMoves:
-    rate = TICKS / step * random.choice((10, 1000))  # a token in much less than a step
+    rate = TICKS / step * random.choice((10, 1000))  # tokens/s: a token takes much less than a step
     return KVMoves(1.0, Fabric(link=rate, network=rate / 2, gpus=8, link_latency=0.0, network_latency=step / TICKS))
 
 
@@ -257,7 +256,7 @@ def _moves(random: Random, step: int) -> KVMoves:
 def _work(
     random: Random, config: EngineConfig, requests: Sequence[Request], step: int
 ) -> tuple[Callable[[], Workload], dict[int, int], list[int]]:
-    """What is asked, which of it is given up after so many ticks, and ticks at which much of it may be there."""
+    """(workload, ticks after which requests are cancelled, ticks at which many requests may be present)."""
     if random.random() < 0.5:
         trajectories = _trajectories(random, config.max_model_len, step)
         concurrency, seed = random.choice((None, 1, 3)), random.randrange(1 << 32)
@@ -289,7 +288,7 @@ def _work(
 
 
 def _trajectories(random: Random, longest: int, step: int) -> tuple[Trajectory, ...]:
-    """Of few prompts, each of one length; now and then one that is too long for any engine."""
+    """Trajectories of few prompts, each of one length. Now and then a trajectory is too long for any engine."""
     prompts = [random.randint(1, max(1, longest // 2)) for _ in range(3)]
     most = max(1, longest // 6)
     made = []

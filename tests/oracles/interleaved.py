@@ -1,6 +1,7 @@
 """Interleaved 1F1B, operation by operation: the order of Megatron-LM's schedule, and when each operation ends.
 
-Independent of `libra.cost`: every operation waits for the one before it on its device and for the one that it needs.
+Independent of `libra.cost`: every operation waits for the previous operation on its device and for the operation whose
+result it needs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def order(rank: int, stages: int, virtual: int, count: int) -> list[Operation]:
 
 
 def seconds(stages: int, virtual: int, count: int, of: Callable[[int, int, int, bool], float]) -> float:
-    """When the last operation ends, where one takes `of(rank, part, micro-batch, backward)` seconds."""
+    """Seconds at which the last operation ends. An operation takes `of(rank, part, micro-batch, backward)` seconds."""
     orders = [order(rank, stages, virtual, count) for rank in range(stages)]
     position = [{operation: at for at, operation in enumerate(each)} for each in orders]
     last = stages * virtual - 1
@@ -69,7 +70,7 @@ def seconds(stages: int, virtual: int, count: int, of: Callable[[int, int, int, 
 
 
 def most_held(rank: int, stages: int, virtual: int, count: int) -> float:
-    """Micro-batches whose activations a device has at most, each part as its share of the device's layers."""
+    """Most micro-batches whose activations a device has at once. A part counts as its share of the device's layers."""
     held = most = 0
     for operation in order(rank, stages, virtual, count):
         held += -1 if operation.backward else 1

@@ -1,4 +1,4 @@
-"""What a benchmark of a GPU might have measured."""
+"""A plausible result of a benchmark of a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One engine, token by token and block by block, as vLLM's V1 scheduler does it.
+"""One engine, simulated token by token and block by block with the rules of vLLM's V1 scheduler.
 
-Invariant: nothing here calls the code that it judges, and no request is changed. Every iteration is scheduled anew from
-the state of every sequence, and every block of the KV cache is an object that is free or held.
+Invariant: nothing here calls the code that it judges, and no request is changed. Every iteration is scheduled from the
+state of every sequence, and every block of the KV cache is an object that is free or held.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Protocol
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request, Status
 
-Tokens = tuple[int, int]  # a request's number, and tokens of it
-BlockKey = tuple[Chain, int]  # the chain that a block's last token is on, and how many blocks precede it
+Tokens = tuple[int, int]  # (number of a request, number of its tokens)
+BlockKey = tuple[Chain, int]  # (chain of a block's last token, number of blocks before the block)
 
 _NEVER = 1 << 80
 
 
 class Cost(Protocol):
-    """What an iteration takes, in ticks."""
+    """Ticks of an iteration."""
 
     def decode(self, sequences: int, context: int) -> int:
-        """A token for each sequence; `context` is what they attend to in all, the new tokens included."""
+        """Ticks in which each sequence decodes a token. `context` is the total number of tokens that they attend to,
+        the new tokens included."""
 
     def mixed(self, sequences: int, context: int, chunks: list[tuple[int, int]]) -> int:
-        """The same beside prefill chunks, each told as new tokens and the tokens computed before them."""
+        """As `decode`, with prefill chunks: (new tokens, tokens computed before them)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration. Requests are told by number, in the order in which the scheduler came to them."""
+    """One iteration. Requests are given by number, in the order in which the scheduler visited them."""
 
     start: int  # ticks
     end: int
@@ -46,24 +47,24 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class NaiveResult:
-    """What became of the requests, by number."""
+    """The outcome of the requests, by number."""
 
-    times: dict[int, tuple[int | None, int]]  # ticks of the first token, if there was one, and of the end
+    times: dict[int, tuple[int | None, int]]  # ticks of (the first token, the end); None: no token
     statuses: dict[int, Status]
-    cached: dict[int, int]  # tokens found at first admission, of what was admitted
+    cached: dict[int, int]  # tokens found in the cache at the first admission, of admitted requests
     preemptions: dict[int, int]
-    generated: dict[int, int]  # tokens, also of what did not finish
+    generated: dict[int, int]  # tokens, also of unfinished requests
     steps: tuple[Step, ...]
-    adopted: tuple[int, ...] = ()  # tokens of each adoption, in their order
+    adopted: tuple[int, ...] = ()  # tokens of each adoption, in order
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)  # ticks of the generated tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """KV of the first tokens of a context comes from outside."""
+    """The arrival of KV for the first tokens of a context from another engine."""
 
     at: int  # tick
-    context: Chain | int  # a chain's, or that of the request of this number, which has none; nothing, once it has ended
+    context: Chain | int  # a chain, or the number of a request without one; no effect after that request has ended
     tokens: int
 
 
@@ -79,13 +80,14 @@ def naive_run(
     """Serve the requests until none is left.
 
     At each boundary of iterations cancellations take effect, then arrivals join, then the next iteration is scheduled.
-    An iteration that preempts and then schedules nothing is a decode of no sequences. A refused request ends when it
-    arrives; so does one that is cancelled by then; every other cancellation ends a request at a boundary. Raises
+    An iteration that preempts and then schedules nothing is a decode of no sequences. A request that is refused, or
+    cancelled before its arrival, ends when it arrives. Every other cancellation ends a request at a boundary. Raises
     ValueError for an engine with pipeline stages.
 
-    `interrupted` is when requests are, by number, which is as a cancellation. Adoptions, in the order of their ticks,
-    come before all of that, and in the middle of an iteration after it was scheduled. At the first boundary at or after
-    `close_at` all that is there is interrupted, and nothing arrives or is adopted from that tick on.
+    `interrupted` has the ticks at which requests are interrupted, by number; an interruption takes effect like a
+    cancellation. Adoptions are in the order of their ticks. At a boundary they come before everything else; within an
+    iteration they come after it was scheduled. At the first boundary at or after `close_at` all requests are
+    interrupted, and from then on nothing arrives or is adopted.
     """
     if config.pipeline_parallel_size != 1:
         raise ValueError(f"pipeline_parallel_size is {config.pipeline_parallel_size}; only 1 is scheduled here")
@@ -179,7 +181,7 @@ def _iterate(engine: _Engine, cost: Cost, start: int, adopt: Callable[[int], Non
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A block of the KV cache: free, or held by one request or more. With a key, its content can be found again."""
+    """A block of the KV cache: free, or held by one request or more. The content of a block with a key can be found."""
 
     holders: int = 0
     key: BlockKey | None = None
@@ -189,15 +191,15 @@ class _Block:
 class _BlockCache:
     """All blocks.
 
-    `free` is in the order in which they are taken. `found` is every full block by content, free ones included; equal
-    blocks stand in the order in which they were filled, and the first is the one that a prefix hit uses.
+    `free` is in the order in which blocks are taken. `found` has every full block by content, free blocks included.
+    Blocks with equal content are in the order in which they were filled, and a prefix hit uses the first.
     """
 
     free: deque[_Block]
     found: dict[BlockKey, list[_Block]] = field(default_factory=dict)
 
     def prefix(self, keys: Iterable[BlockKey]) -> list[_Block]:
-        """The blocks of the longest run of keys, from the first on, that are all there."""
+        """The blocks of the longest prefix of `keys` whose blocks are all found."""
         hit: list[_Block] = []
         for key in keys:
             if key not in self.found:
@@ -226,9 +228,9 @@ class _BlockCache:
         self.found.setdefault(key, []).append(block)
 
     def release(self, blocks: list[_Block]) -> None:
-        """Give a request's blocks back, last first, so that the tail of a context is overwritten before its head.
+        """Free a request's blocks, last first, so that the tail of a context is overwritten before its head.
 
-        What can be found again goes to the end of the queue, what cannot to its front, each in this order.
+        Blocks with a key go to the end of the queue, and blocks without one to its front, each in this order.
         """
         worthless = []
         for block in reversed(blocks):
@@ -241,7 +243,7 @@ class _BlockCache:
 
 
 class _Sequence:
-    """A request on its way through the engine."""
+    """A request in the engine."""
 
     def __init__(self, request: Request, config: EngineConfig) -> None:
         self.number = request.number
@@ -255,9 +257,9 @@ class _Sequence:
         self.generated = 0
         self.token_ticks: list[int] = []
         self.computed = 0  # tokens whose KV is in `blocks`
-        self.prefilling = True  # since it was admitted it gave no token
+        self.prefilling = True  # no token has been generated since the last admission
         self.blocks: list[_Block] = []
-        self.filled = 0  # how many of them, from the first on, have a key
+        self.filled = 0  # number of first blocks with a key
         self.first_token: int | None = None
         self.finish = 0
         self.status: Status = "waiting"
@@ -275,7 +277,7 @@ class _Sequence:
         return self.cancel_at is not None and self.cancel_at <= now
 
     def ends_on_arrival(self, now: int, config: EngineConfig) -> bool:
-        """Whether it has come before `now`, and ended as it came."""
+        """Whether the request arrived before `now` and ended at its arrival."""
         ends = not self.acceptable(config) or self.cancelled_by(self.arrival)
         return ends and self.arrival < now
 
@@ -288,19 +290,19 @@ class _Sequence:
 
 
 def _key(chain: Chain, index: int, block_size: int) -> BlockKey:
-    """The content of a block of a context: who has the last token has, by its history, the others too."""
+    """The content of a block of a context. The chain of the last token determines all earlier tokens."""
     return _owner(chain, (index + 1) * block_size), index
 
 
 def _owner(chain: Chain, end: int) -> Chain:
-    """The chain that the last of the first `end` tokens is the own token of."""
+    """The chain to which token number `end` - 1 belongs."""
     while chain.parent is not None and end <= chain.fork:
         chain = chain.parent
     return chain
 
 
 class _Engine:
-    """The scheduler's two queues, and what it decided last."""
+    """The scheduler's two queues, and its last decision."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -319,7 +321,7 @@ class _Engine:
             self.waiting.append(sequence)
 
     def requeue(self, sequence: _Sequence) -> None:
-        """Put what was preempted back in line."""
+        """Put a preempted sequence back into the waiting queue."""
         if self.config.policy == "priority":
             self.enqueue(sequence)
         else:
@@ -330,8 +332,9 @@ class _Engine:
         self.cache.release(sequence.blocks)
 
     def adopt(self, chain: Chain, tokens: int) -> int:
-        """KV comes from outside, block by block, as to a request that has what is found here and ends at once. What a
-        running request is going to compute is not taken, nor what follows it. Returns the tokens taken."""
+        """Adopt KV from another engine, block by block, as for a request with this context that ends at once. Blocks
+        that a running request is going to compute, and all blocks after them, are not adopted. Returns the adopted
+        tokens."""
         if not self.config.enable_prefix_caching:
             return 0
         size = self.config.block_size
@@ -349,7 +352,7 @@ class _Engine:
         return taken * size
 
     def schedule(self) -> None:
-        """Decide what the next iteration computes: first what runs, then, if nothing was preempted, what waits."""
+        """Schedule the next iteration: first running sequences, then, if none was preempted, waiting sequences."""
         self.budget = self.config.max_num_batched_tokens
         self.scheduled = {}
         self.preempted = []
@@ -419,7 +422,7 @@ class _Engine:
             self._place(sequence, new)
 
     def _hit(self, sequence: _Sequence) -> list[_Block]:
-        """The longest cached prefix that leaves at least a token to compute, for the next one is read from there."""
+        """The longest cached prefix that leaves at least one token to compute, since this token yields the next one."""
         if not self.config.enable_prefix_caching:
             return []
         size = self.config.block_size
@@ -431,7 +434,7 @@ class _Engine:
     def _place(self, sequence: _Sequence, new: int) -> None:
         """Schedule the tokens and take their blocks.
 
-        A block that they fill can be found at once: who hits it within the same iteration computes after it.
+        A block that they fill can be found at once, since a sequence with a hit in the same iteration computes later.
         """
         until = sequence.computed + new
         for _ in range(self._missing_blocks(sequence, until)):
@@ -450,7 +453,7 @@ class _Engine:
         return self.running[-1]
 
     def _preempt(self, victim: _Sequence) -> None:
-        """Take everything computed from it, and what this iteration had planned for it."""
+        """Discard the victim's computed tokens, and the tokens planned for it in this iteration."""
         self.budget += self.scheduled.pop(victim, 0)
         self.drop(victim)
         victim.blocks = []

@@ -1,7 +1,7 @@
-"""What brute force says of the solvers' answers.
+"""Checks of the solvers' answers by brute force.
 
-Invariant: an answer passes only if it is within the solver's tolerance of the shortest step of all allocations, its
-bound holds, and nothing as good is simpler; anything else is an AssertionError.
+Invariant: an answer passes only if its step is within the solver's tolerance of the shortest step of all allocations,
+its bound holds, and no allocation that is as good is simpler. Otherwise an AssertionError is raised.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra.plan.problem import Problem
 from libra.plan.solution import Solution
 from oracles.enumerate_problems import Priced, answers, priced
 
-INDISTINCT = 1e-6  # seconds: steps are not told apart below it
+INDISTINCT = 1e-6  # seconds: steps that differ by less count as equal
 PROVEN = 1e-4  # relative distance of bound and step
 
 
@@ -41,7 +41,7 @@ def simplicity(plan: Priced) -> tuple[bool, int, int, int]:
 
 
 def require_agreement(problem: Problem) -> None:
-    """Brute force, CP-SAT, and CBC just above and just below the shortest step."""
+    """Require that CP-SAT agrees with brute force, and that CBC does just above and just below the shortest step."""
     plans = priced(problem)
     require_best(solve(problem), answers(problem))
     shortest = min(plan.step for plan in plans)

@@ -28,13 +28,13 @@ class _Progress:
 class Oracle(Bucketed):
     """The `oracle` policy: the right bucket from the start, and there the instance with the least true remaining work.
 
-    `known` gives the trajectory of an id. The final context of a trajectory is the most tokens it ever holds. Priority
-    is the slack in milliseconds: the time at which its group is due (0 if not known) minus the time it still needs, its
-    tokens to generate times `token_seconds` of the instance plus the recorded seconds of its tools. So among
-    trajectories due at the same time the longest is first. A decision is O(instances + turns). It is made anew for each
-    run: a snapshot of it cannot be restored.
+    `known` returns the trajectory of an id. A trajectory's final context is the most tokens that it ever has. Priority
+    is the slack in milliseconds: the time at which the group is due (0 if unknown) minus the remaining time. The
+    remaining time is the tokens to generate times `token_seconds` of the instance, plus the recorded seconds of tools.
+    So among trajectories that are due at the same time, the longest is first. A decision is O(instances + turns). Make
+    a new policy for each run, since a snapshot cannot be restored.
 
-    Raises ValueError for a trajectory that it does not know, and for a turn that this trajectory does not have.
+    Raises ValueError for an unknown trajectory, and for a turn that the trajectory does not have.
     """
 
     NAME = "oracle"

@@ -1,9 +1,9 @@
 """Random clusters and distributions of trajectories: cases that are planned, and simulated beside their price.
 
-Invariant: a case is determined by its family and seed alone; no family is both fitted and tested. The planner, and the
-router of a whole run, know the case's observed trajectories and nothing that is simulated afterwards; engines,
-trainers, staleness and times are the plan's. The router of a single rollout knows every length, so what differs from
-its price is what the price leaves out.
+Invariant: family and seed alone determine a case; no family is both fitted and tested. The planner, and the router of a
+whole run, know only the case's observed trajectories, and none that is simulated afterwards. Engines, trainers,
+staleness and times are the plan's. The router of a single rollout knows every length, so a difference from the price
+comes from effects that the price leaves out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from libra.sim.workload.generated import Agent, Tool, agent_trajectories
 from libra.trajectory import Trajectory
 from tests.oracles.oracle_policy import Oracle
 
-# Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
-# are met, which is not the price's error.
+# Trajectories behind each plan. Samples of a prompt are similar, so few prompts would not show how frequent the longest
+# trajectories are, which is not an error of the price.
 OBSERVED = 16_384
-OBSERVED_NUMBER = 1_000  # of their draw; batches have higher ones
+OBSERVED_NUMBER = 1_000  # number of their draw; batches have higher numbers
 
 _ETHERNET = (12.5e9, 25e9, 50e9)  # bytes/s of a node
 MODELS = (
@@ -62,7 +62,7 @@ Make = Callable[[int, int, int], tuple[Trajectory, ...]]  # (prompts, seed, samp
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question to the planner, and where the trajectories of a step come from."""
+    """One question to the planner, and the source of the trajectories of a step."""
 
     name: str
     cluster: Cluster
@@ -77,14 +77,14 @@ class Case:
         return self.make(OBSERVED // samples, OBSERVED_NUMBER, samples)
 
     def batch(self, number: int) -> tuple[Trajectory, ...]:
-        """Trajectories of one step, drawn anew."""
+        """A new draw of the trajectories of one step."""
         return self.make(self.recipe.prompts, 2_000 + number, self.recipe.samples_per_prompt)
 
 
 def make_case(
     family: str, seed: int, staleness: int = 0, *, gpus: tuple[str, ...] = GPU_KINDS, samples: tuple[int, ...] = SAMPLES
 ) -> Case:
-    """Cluster, model and recipe are drawn from the seed, and so are the family's parameters; staleness is not."""
+    """Make a case: cluster, model, recipe and the family's parameters are drawn from the seed; staleness is given."""
     draw = random.Random(f"{family} {seed}")
     model = load_model(draw.choice(MODELS))
     max_length, samples_per_prompt = draw.choice((8192, 16384, 32768)), draw.choice(samples)
@@ -97,8 +97,8 @@ def make_case(
         NodeClass(gpu.lower(), draw.choice((2, 4, 6, 8)), 8, GPUS[gpu], GPUS[gpu].link, draw.choice(_ETHERNET))
         for gpu in kinds
     )
-    # An engine may be forbidden some degrees, as a run's images or habits do.
-    profiles = tuple(_some(profile, draw) for profile in profiles_of(Cluster(nodes), model, recipe))
+    # A recipe may exclude some degrees of parallelism.
+    profiles = tuple(_some(profile, draw) for profile in roofline_profiles(Cluster(nodes), model, recipe))
     agents = FAMILIES[family](draw, max_length)
 
     def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
@@ -108,8 +108,8 @@ def make_case(
     return Case(name, Cluster(nodes), model, recipe, profiles, make)
 
 
-def profiles_of(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
-    """The data sheet's kernels, so that no random case lacks them, with what vLLM's process adds."""
+def roofline_profiles(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
+    """Kernel times from the data sheet, which no random case lacks, with the overhead of vLLM's process."""
     return engine_profiles(cluster, model, recipe, "roofline", host="default")
 
 
@@ -212,12 +212,12 @@ _REPLAYED = 4_096  # observed trajectories that a router learns from, or is meas
 def request_of(case: Case) -> ClusterRequest:
     """The planner's request for a case, from all of its observed trajectories."""
     planner = Planner(case.cluster, case.model, case.recipe, case.profiles)
-    tracker = planner.tracker(case.observed(), half_life_steps=1e6)  # all of them count
+    tracker = planner.tracker(case.observed(), half_life_steps=1e6)  # all trajectories count
     return planner.request(tracker)
 
 
 def plan_case(case: Case, factors: BatchFactors = BATCH) -> tuple[Plan, Menu]:
-    """The best plan and what it was chosen from. Raises `InfeasiblePlanError`."""
+    """(the best plan, its menu). Raises `InfeasiblePlanError`."""
     request = request_of(case)
     menu = request.menu(factors)
     return answer(request, menu, solve(menu.problem)), menu
@@ -242,9 +242,9 @@ def _replayed(case: Case) -> tuple[Trajectory, ...]:
 
 # Simulated
 
-# The first batches, one more than the staleness, all start together. `_PERIODS` times their number of steps are
-# measured, at least `_LEAST`, so that whatever they do in turn is done equally often. The same number of steps follows,
-# so that no measured step has engines with less to do because no later batches start.
+# The first batches, one more than the staleness, start together. `_PERIODS` times this number of steps are measured, at
+# least `_LEAST`, so that each phase of a repeating pattern occurs equally often. As many steps follow, so that engines
+# have as much work in the last measured steps as before.
 _PERIODS, _LEAST = 6, 12
 
 
@@ -259,7 +259,7 @@ class Steps:
 
 @dataclass(slots=True)
 class CaseEpisodes:
-    """The case's batches as groups, one after the other from `first` on; they do not drift."""
+    """The case's batches as groups, one batch after the other from `first` on, without drift."""
 
     case: Case
     first: int = 0
@@ -286,8 +286,8 @@ class CaseEpisodes:
 
 
 def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> float:
-    """Seconds until the last trajectory of the batch is finished; all begin at once, on empty engines that have their
-    weights."""
+    """Seconds until the last trajectory of the batch is finished. All trajectories begin at once, on empty engines that
+    have their weights."""
     workload, limits = Replay(batch), tuple(bucket.up_to for bucket in plan.allocation.buckets)
     cluster = SimCluster(planned_engines(plan), workload, Oracle({it.id: it for it in batch}), limits=limits)
     cluster.run()
@@ -297,14 +297,14 @@ def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> float:
 
 
 def measured_steps(staleness: int) -> tuple[int, int]:
-    """Numbers of steps: those left out at the beginning, which start together, and those measured after them."""
+    """(number of steps left out at the beginning, which start together; number of steps measured after them)."""
     ahead = 1 + staleness
     return ahead, max(_LEAST, _PERIODS * ahead)
 
 
 def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: int = 0) -> Steps:
-    """Mean seconds of a step under the plan, its first ones left out. `measured` steps count, if not those of
-    `measured_steps`; batches are those of the case from the `first` on."""
+    """Mean seconds of a step under the plan, without the first steps. `measured` is the number of steps that count, by
+    default that of `measured_steps`. Batches are those of the case, from number `first` on."""
     episodes = CaseEpisodes(case, first)
     system = System(case.recipe.router, plan, lambda: taught_router(case))
     ahead, usual = measured_steps(case.recipe.staleness)

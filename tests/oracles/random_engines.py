@@ -36,7 +36,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HEAVY: tuple[Kind, ...] = ("ranks with experts", "attention and FFN apart")
-HEAVIER = 10**6  # times the ticks that an iteration of the others takes
+HEAVIER = 10**6  # factor on the ticks of an iteration
 
 _OWN = EngineGrid(1, (1, 128), (1, 512), ((1e-9, 2e-9), (2e-9, 9e-9)), (1, 512), (0, 512), ((1e-9, 2e-9), (5e-9, 7e-9)))
 _EXPERTS = ExpertGrid(
@@ -66,7 +66,7 @@ _STAGES = StageGrid(
 
 @dataclass(frozen=True)
 class TogetherCost:
-    """Ranks that take what engines do, and a tick for each token of all."""
+    """Cost of ranks: the cost of an engine, and a tick for each token of all ranks."""
 
     cost: AffineCost
     host: HostCost = NO_HOST
@@ -81,7 +81,7 @@ class TogetherCost:
 def random_engines(
     kind: Kind, config: EngineConfig, random: Random, step: int, role: EngineRole, bucket: int
 ) -> list[EngineSpec]:
-    """A few engines, or groups of ranks, of a kind, in one bucket; their iterations take about `step` ticks."""
+    """A few engines, or groups of ranks, of one kind and in one bucket. Their iterations take about `step` ticks."""
     seed = random.randrange(1 << 32)
     if kind == "pipelines":
         config = replace(config, pipeline_parallel_size=random.choice((2, 2, 3)))

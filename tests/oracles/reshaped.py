@@ -1,4 +1,4 @@
-"""Models made again with other sizes, where all layers have the same mixer."""
+"""Copies of models with other sizes, for models whose layers all have the same mixer."""
 
 from __future__ import annotations
 

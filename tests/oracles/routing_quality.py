@@ -1,7 +1,7 @@
-"""Quality of routing: trajectories of known length replayed through a policy, and the share that went where they fit.
+"""Quality of routing: the share of trajectories that a policy sends where they fit, in a replay of known lengths.
 
-Invariant: a policy learns a trajectory only after its last turn was placed, and policies that are compared see the same
-trajectories, turns and fleet in the same order. Nothing is generated: no load changes, and no time passes.
+Invariant: a policy learns a trajectory only after its last turn was placed. Policies that are compared see the same
+trajectories, turns and fleet in the same order. Nothing is generated, so no load changes and no time passes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from libra.trajectory import Trajectory
 class Outcome(NamedTuple):
     """Routing of one trajectory, in numbers."""
 
-    bucket: int  # of its true final context, the most tokens it ever held
-    single_shot: bool  # after its first tool return it was in this bucket; without tool return: at its first placement
-    moves: int  # placements on another instance than the one before
-    moved_tokens: int  # in context at those
-    tokens: int  # in context at all placements, and generated
+    bucket: int  # of the true final context, the most tokens that the trajectory ever has
+    single_shot: bool  # in this bucket after the first tool return, or, without a return, at the first placement
+    moves: int  # placements on another instance than before
+    moved_tokens: int  # context tokens at these placements
+    tokens: int  # context tokens at all placements, plus generated tokens
 
 
 _COLUMNS = np.dtype([(name, np.bool_ if name == "single_shot" else np.int64) for name in Outcome._fields])
@@ -40,19 +40,19 @@ class Quality:
 
     @property
     def single_shot_accuracy(self) -> float:
-        """Share of trajectories that were in the bucket of their true final context after their first tool return; a
-        trajectory without tool return counts by its first placement."""
+        """Share of trajectories that were in the bucket of their true final context after their first tool return. A
+        trajectory without a tool return counts by its first placement."""
         return float(self.outcomes["single_shot"].mean())
 
     @property
     def majority_rate(self) -> float:
-        """Share of trajectories in the most frequent true bucket: the accuracy of sending everything there."""
+        """Share of trajectories in the most frequent true bucket: the accuracy of a policy that sends all there."""
         return float(np.bincount(self.outcomes["bucket"]).max() / len(self.outcomes))
 
     @property
     def balanced_accuracy(self) -> float:
-        """Single-shot accuracy within each true bucket that occurs, averaged over these buckets: one over their number
-        for a policy that sends everything to the same one."""
+        """Single-shot accuracy within each true bucket that occurs, averaged over these buckets. It is one over their
+        number for a policy that sends all trajectories to one bucket."""
         bucket = self.outcomes["bucket"]
         of_bucket = np.bincount(bucket)
         right = np.bincount(bucket, self.outcomes["single_shot"])
@@ -60,19 +60,19 @@ class Quality:
 
     @property
     def migrated_share(self) -> float:
-        """Tokens in context when a trajectory was moved to another instance, as a share of the tokens in context at all
-        placements and of all generated: of what engines had before them, the part that was moved or recomputed because
-        of a migration. In the midst of a turn, what it has generated is in context."""
+        """Context tokens of moves to another instance, as a share of the context tokens of all placements plus all
+        generated tokens. It is the share of the engines' tokens that migrations move or recompute. In the middle of a
+        turn, the turn's generated tokens are in the context."""
         return float(self.outcomes["moved_tokens"].sum() / self.outcomes["tokens"].sum())
 
     @property
     def moves(self) -> float:
-        """Placements on another instance than the one before, per trajectory."""
+        """Placements on another instance than before, per trajectory."""
         return float(self.outcomes["moves"].mean())
 
 
 def static_fleet(limits: Sequence[int], *, turn_tokens: int, instances: int = 1) -> View:
-    """A fleet of `instances` idle instances for each bucket; each holds its bucket's limit and one more turn."""
+    """A fleet of `instances` idle instances per bucket. Each has room for its bucket's limit and one more turn."""
     if instances < 1:
         raise ValueError(f"instances is {instances}; a bucket needs 1 or more")
     return View(
@@ -91,12 +91,12 @@ def evaluate(
 ) -> Quality:
     """Replay finished trajectories through a policy, in the order given, and count where it placed them.
 
-    `batch` of them run at a time: each makes one turn in each round, and is learned as soon as its last turn was
-    placed; the next batch starts when all have ended. The first `warm_up` are replayed and learned, and not counted.
-    A turn that generates more than its placement's `ask_again` is asked about with `bucket_overrun`.
+    `batch` trajectories run at a time. Each makes one turn per round, and the policy learns it as soon as its last turn
+    was placed; the next batch starts when all have ended. The first `warm_up` trajectories are replayed and learned,
+    but not counted. If a turn generates more than its placement's `ask_again`, `bucket_overrun` is called.
 
-    Raises ValueError where a trajectory is unfinished or is given twice, where no instance holds a turn, and where the
-    policy asks again for what was generated already.
+    Raises ValueError if a trajectory is unfinished or occurs twice, if a turn fits no instance, or if the policy's
+    `ask_again` is not beyond the generated tokens.
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}; it is a number of trajectories that run at a time, 1 or more")
@@ -119,7 +119,7 @@ def evaluate(
 
 
 class _Replay:
-    """One trajectory on its way through a policy."""
+    """The replay of one trajectory through a policy."""
 
     def __init__(self, trajectory: Trajectory, fleet: Fleet) -> None:
         if not trajectory.finished:
@@ -138,7 +138,7 @@ class _Replay:
         return self.next_turn == len(self.trajectory.turns)
 
     def turn(self, policy: Policy, fleet: Fleet) -> None:
-        """Place the next turn, and again where it outlives its placement."""
+        """Place the next turn, and place it again whenever it exceeds `ask_again`."""
         trajectory, number = self.trajectory, self.next_turn
         turn, context = trajectory.turns[number], self.contexts[number]
         request = TurnRequest(trajectory.id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-_TRACKER_SECONDS = 5.0  # a resource tracker takes away what its killed process named
+_TRACKER_SECONDS = 5.0  # time for a resource tracker to remove the files of its killed process
 
 
 def shared_files() -> set[str]:
@@ -13,8 +13,8 @@ def shared_files() -> set[str]:
 
 
 def unused_shared_files(before: set[str]) -> list[str]:
-    """New files in shared memory that no process maps: their makers have left them behind. Those of a process that
-    has just ended are taken away by its resource tracker a moment later."""
+    """New files in shared memory that no process maps, so that their makers have left them behind. The resource tracker
+    of a process that has just ended removes its files a moment later, and gets time to do so."""
     ends = time.monotonic() + _TRACKER_SECONDS
     while (left := _unmapped(shared_files() - before)) and time.monotonic() < ends:
         time.sleep(0.1)
@@ -29,6 +29,6 @@ def _unmapped(names: set[str]) -> set[str]:
         try:
             mapped += entry.read_text()
         except OSError:
-            pass  # it ended meanwhile
-    there = names & shared_files()  # its owner may have taken it away, and ended, while we looked
+            pass  # the process has just ended
+    there = names & shared_files()  # an owner may have removed its file and ended during the search
     return {name for name in there if f"/dev/shm/{name}" not in mapped}

@@ -1,4 +1,4 @@
-"""A cluster of two nodes, a small model and two classes of trajectories: a question that is answered in no time."""
+"""A cluster of two nodes, a small model and two classes of trajectories, for which planning is fast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPE = Recipe(batch=64, samples_per_prompt=8, max_length=8192)
 
 
 def kv_of(recipe: Recipe, model: ModelSpec, tp: int, nodes: NodeClass = A800) -> int:
-    """Tokens of KV that an engine holds under the recipe."""
+    """Tokens for which an engine has KV memory under the recipe."""
     return kv_tokens(
         model,
         nodes.gpu.usable,
@@ -37,7 +37,7 @@ def kv_of(recipe: Recipe, model: ModelSpec, tp: int, nodes: NodeClass = A800) ->
 
 
 def trajectories(version: int, calls: int, count: int = 256, *, finished: bool = True) -> list[Trajectory]:
-    """About `calls` tool calls of 100 + 100 tokens each, as many as the recipe has room for."""
+    """Trajectories of about `calls` tool calls with 100 + 100 tokens each, within the recipe's longest context."""
     rng = random.Random(version)
     made = []
     for number in range(count):

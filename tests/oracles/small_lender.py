@@ -1,4 +1,4 @@
-"""A pool that serves beside the small cluster, and what was certified of it."""
+"""A serving pool next to the small cluster, with its certificates."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ CERTIFICATE = Certificate(
 
 
 def lender(*rates: float, certificates: tuple[Certificate, ...] = (CERTIFICATE,), period: float = 300.0) -> Lender:
-    """One with an engine on each device of the pool."""
+    """A lender with an engine on each device of the pool."""
     return Lender("chat", QWEN_06B, 1, certificates, tuple(sorted(rates)), period)

@@ -12,7 +12,7 @@ from libra.lend.certificate import Certificate, Harvest, certificate_json
 from libra.lend.gate import Slo
 from libra.lend.traffic.envelope import Envelope
 
-ROOMY = Certificate(  # whatever a small server may be asked, it is inside
+ROOMY = Certificate(  # any load of a small server is inside
     model="chat",
     hardware="1 x core",
     slo=Slo(10.0, 20.0),
@@ -28,8 +28,8 @@ ROOMY = Certificate(  # whatever a small server may be asked, it is inside
 
 
 def write_loan(file: Path, certificate: Certificate, served: Path, rollout: dict[str, Any], **more: Any) -> Path:
-    """Write a loan for a server of the model in the directory `served`; `more` are its other keys. The certificate of
-    that model is written next to the file."""
+    """Write the file of a loan for a server of the model in the directory `served`. `more` are other keys of the file.
+    The model's certificate is written next to the file."""
     (file.parent / "certificate.json").write_text(certificate_json(replace(certificate, model=served.name)))
     slo = certificate.slo
     loan = {

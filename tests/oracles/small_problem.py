@@ -34,7 +34,7 @@ def problem_of(
     peaks: tuple[int, ...],
     **fields: Any,
 ) -> Problem:
-    """A problem all of whose classes are met, with a router that knows every length."""
+    """A problem whose classes all occur, with a router that knows every length."""
     every = (1.0,) * len(peaks)
     given = {"longest_context": peaks[-1], "recall_known": (every,), "recall_possible": (every,), **fields}
     return Problem(pools, engines, training, peaks, (True,) * len(peaks), **given)
@@ -57,7 +57,7 @@ def one_shape(
     waits: float = 0.0,
     **fields: object,
 ) -> Problem:
-    """Two classes on four single devices that each train in 8 s and less where more of them do."""
+    """A problem of two classes on four single devices. One device trains in 8 s, and more devices train faster."""
     lines = (((generates,) * 2,), ((waits,) * 2,)) if generates or waits else ((), ())
     engine = EngineOption("e", "p", 1, 8, 100, stall, (work,), (0.0, 0.0), residence, *lines)
     training = tuple(TrainingOption("t", "p", n, n, 8.0 / n, 0.5) for n in (1, 2, 3))

@@ -50,7 +50,7 @@ def one_bucket(replicas: int, long: int, end: int = 5000) -> Allocation:
 
 @st.composite
 def slot_requests(draw: st.DrawFn) -> SlotRequest:
-    """Requests of up to five devices, two shapes and three classes, some of them running already, some with lent
+    """Requests of up to five devices, two shapes and three classes. Some have a running allocation, some have lent
     devices."""
     sizes = sorted(draw(st.lists(st.integers(100, 5000), min_size=1, max_size=2, unique=True)))
     fleet = SlotCounts(core=draw(st.integers(1, 2)), hybrid=draw(st.integers(0, 2)), rollout=draw(st.integers(1, 2)))

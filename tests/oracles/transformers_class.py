@@ -1,14 +1,14 @@
-"""Models as Transformers itself makes them of a configuration."""
+"""Models that Transformers itself makes from a configuration."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_NOT_MADE = "stepfun-ai--Step-3.7-Flash"  # flat files of a wrapped class, which Transformers' class does not take
+_NOT_MADE = "stepfun-ai--Step-3.7-Flash"  # its flat files are for a wrapped class, which Transformers cannot make
 
 
 def made_parameters(data: dict[str, Any], name: str = "") -> int | None:
-    """Parameters of the model that Transformers makes of a configuration, on the meta device; None: it has no class."""
+    """Number of parameters of the model that Transformers makes on the meta device; None: Transformers has no class."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 

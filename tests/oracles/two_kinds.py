@@ -21,7 +21,7 @@ H20 = GPU("H20", 96e9, 4e12, 148e12, 450e9, "NVIDIA H20 data sheet")
 FAST = NodeClass("fast", 1, 4, GPUS["H100"], intra_bandwidth=450e9, inter_bandwidth=50e9)
 WIDE = NodeClass("wide", 1, 4, H20, intra_bandwidth=450e9, inter_bandwidth=50e9)
 BOTH = Cluster((FAST, WIDE))
-# Agents that are told much and say little.
+# Agents with long tool returns and short answers.
 TOLD = tuple(replace(cls, prefill=20 * cls.prefill) for cls in (SHORT, LONG))
 LONGEST = 8192
 
@@ -35,7 +35,7 @@ def paired_plan(
     buckets: Sequence[tuple[str, int, int]],  # shape, engines, longest final context
     placed: Sequence[DeviceGroup] = (),
 ) -> Plan:
-    """The plan with these engines and one trainer on an H100, whatever would be faster."""
+    """The plan with these engines and one trainer on an H100, even if another plan would be faster."""
     layout = ParallelLayout(1, 1, 1, 1, 1, LONGEST, "none", "zero1", False)
     made, above = [], 0
     for shape, engines, up_to in buckets:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from tests.fakes import servers
+from fakes import servers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]

@@ -163,16 +163,16 @@ def test_a_plan_mixes_engines_with_the_tiers_that_serve_most() -> None:
     [
         (
             [{**HOST, "gib": 0.001}],
-            r"kv_tiers.1.0.gib is 0.001, so tier host holds 0 tokens; the longest request of .* tokens must fit: raise",
+            r"kv_tiers.1.0.gib is 0.001: host has room for 0 tokens, less than the longest request of .*: raise gib",
         ),
         (
             [{**HOST, "bandwidth": 1e3}],
-            r"kv_tiers.1.0.bandwidth is 1000 bytes/s: .* for more than 60 minutes: raise bandwidth",
+            r"kv_tiers.1.0.bandwidth is 1000 bytes/s: .* more than 60 minutes: raise bandwidth",
         ),
-        ([HOST, HOST], r"kv_tiers.1.1.name is host, as in an earlier tier: give each tier another name"),
+        ([HOST, HOST], r"kv_tiers.1.1.name is host, the name of another tier: give each tier its own name"),
         (
             [HOST, {**HOST, "name": "disk", "blocks_per_chunk": 4}],
-            r"kv_tiers.1.1.blocks_per_chunk is 4, that of host 1",
+            r"kv_tiers.1.1.blocks_per_chunk is 4, but that of host is 1",
         ),
         (
             [{**HOST, "shared": True}],

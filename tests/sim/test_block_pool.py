@@ -377,7 +377,7 @@ def test_two_that_generate_on_one_chain_are_told_so() -> None:
 def test_what_is_not_free_is_not_given_away_and_what_is_held_not_forgotten() -> None:
     pool = BlockPool(3, 4, caching=True)
     pool.take(2)
-    with pytest.raises(ValueError, match="1 blocks are requested, and fewer are free"):
+    with pytest.raises(ValueError, match="too few blocks are free: 1 are missing"):
         pool.take(2)
     pool = BlockPool(3, 4, caching=True)
     pool.take(2)

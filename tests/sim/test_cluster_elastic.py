@@ -72,7 +72,7 @@ def test_an_action_comes_after_what_ends_and_before_what_arrives() -> None:
 def test_what_is_over_cannot_be_done() -> None:
     cluster = cluster_of("a", Request(0, 0, 8, 5))
     cluster.at(30, lambda _: cluster.at(29, print))
-    with pytest.raises(ValueError, match="tick 29 is in the past; now is 30"):
+    with pytest.raises(ValueError, match="tick 29 is in the past; give 30, the present"):
         cluster.run()
 
 
@@ -155,7 +155,7 @@ def test_the_impatient_are_refused_and_the_patient_wait_for_ever() -> None:
     cluster.run()
     assert [(it.status, it.reason, it.finish) for it in cluster.requests] == [("refused", reason, 5)]
     cluster = SimCluster([spec_of("a", longest=16)], open_loop(Request(3, 5, 40, 3)), LeastLoaded(), patient=True)
-    with pytest.raises(RuntimeError, match=f"1 requests wait for an engine forever, the first is 3: {reason}"):
+    with pytest.raises(RuntimeError, match=f"1 requests wait forever for an engine, first request 3: {reason}"):
         cluster.run()
 
 

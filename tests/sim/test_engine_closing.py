@@ -99,9 +99,9 @@ def test_nothing_comes_to_an_engine_that_closes() -> None:
     engine.plan(0)
     engine.close(3)
     for _ in range(2):
-        with pytest.raises(ValueError, match="engine 7 is closing: submit request 1 to another one"):
+        with pytest.raises(ValueError, match="engine 7 is closing: submit request 1 to another engine"):
             engine.submit(Request(1, 0, 8, 9), 5)
-        with pytest.raises(ValueError, match="engine 7 is closing: send KV to another one"):
+        with pytest.raises(ValueError, match="engine 7 is closing: send KV to another engine"):
             engine.adopt(Chain("a"), 8, 5)
         with pytest.raises(ValueError, match="request 0"):
             engine.ask(request, 5, 5)

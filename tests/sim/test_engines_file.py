@@ -127,9 +127,9 @@ def test_a_host_comes_with_vllms_graphs(tmp_path: Path) -> None:
     host = default_host(28)
     assert seconds[0] == pytest.approx(seconds[2] + host.seconds(8), rel=1e-3)
     assert seconds[1] == pytest.approx(host.eager + host.seconds(8), rel=1e-3)
-    with pytest.raises(ConfigError, match="host is default, and overhead is given: leave one of them out"):
+    with pytest.raises(ConfigError, match="host is default, but overhead is given, too: leave one of them out"):
         load(tmp_path, {"host": "default", "overhead": {"request": 1e-5}})
-    with pytest.raises(ConfigError, match="enforce_eager is true, and capture_sizes are given"):
+    with pytest.raises(ConfigError, match="enforce_eager is true, but capture_sizes are given"):
         load(tmp_path, {"enforce_eager": True, "capture_sizes": [1, 2]})
     with pytest.raises(ConfigError, match=r"absent.*fit the engine again"):
         load(tmp_path, {"host": "absent"})
@@ -189,34 +189,46 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engines", "keys", "told"),
     [
-        ([PREFILL], {"kv_transfer": {"bandwidth": 1e9}}, "engines have the role prefill, and none has decode: add one"),
-        ([DECODE], {"kv_transfer": {"bandwidth": 1e9}}, "engines have the role decode, and none has prefill: add one"),
+        (
+            [PREFILL],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "engines have the role prefill, but none has decode: add an engine",
+        ),
+        (
+            [DECODE],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "engines have the role decode, but none has prefill: add an engine",
+        ),
         ([PREFILL, DECODE], {}, "kv_transfer is missing: engines with roles transfer KV"),
-        ([{}], {"kv_transfer": {"bandwidth": 1e9}}, "no engine has the role prefill or decode: give them one"),
+        (
+            [{}],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "no engine has the role prefill or decode: give engines these roles",
+        ),
         (
             [PREFILL, {**DECODE, "block_size": 32}],
             {"kv_transfer": {"bandwidth": 1e9}},
-            "block_size of d is 32, that of p 16: KV is read block by block, so make them equal",
+            "block_size of d is 32, but that of p is 16: KV is read block by block, so make them equal",
         ),
         (
             [PREFILL, {**DECODE, "model": "Qwen/Qwen3-14B"}],
             {"kv_transfer": {"bandwidth": 1e9}},
-            "engines.1.model is Qwen/Qwen3-14B, and engines.0.model Qwen/Qwen3-0.6B: KV differs, name one",
+            "engines.1.model is Qwen/Qwen3-14B, but engines.0.model is Qwen/Qwen3-0.6B, so their KV differs: make",
         ),
         (
             [PREFILL, {**DECODE, "kv_cache_dtype": "fp8"}],
             {"kv_transfer": {"bandwidth": 1e9}},
-            "engines.1.kv_cache_dtype is fp8, and engines.0.kv_cache_dtype auto: KV differs, name one",
+            "engines.1.kv_cache_dtype is fp8, but engines.0.kv_cache_dtype is auto, so their KV differs: make",
         ),
         (
             [PREFILL, {**DECODE, "speculative": EAGLE}],
             {"kv_transfer": {"bandwidth": 1e9}},
-            "engines.1.speculative has eagle in the KV cache, and engines.0.speculative no drafter: KV differs,",
+            "engines.1.speculative has eagle in the KV cache, but engines.0.speculative has no drafter: give both",
         ),
         (
             [{**PREFILL, "speculative": EAGLE}, {**DECODE, "speculative": {**EAGLE, "method": "mtp"}}],
             {"kv_transfer": {"bandwidth": 1e9}},
-            "engines.1.speculative has mtp in the KV cache, and engines.0.speculative eagle: KV differs, give both",
+            "engines.1.speculative has mtp in the KV cache, but engines.0.speculative has eagle: give both",
         ),
         (
             [PREFILL, DECODE],
@@ -236,7 +248,7 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
         (
             [PREFILL, {**DECODE, "bucket": 1}],
             {"kv_transfer": {"bandwidth": 1e9}, "limits": [64, 4096]},
-            "engines of bucket 0 have the role prefill, and none has decode: add one",
+            "engines of bucket 0 have the role prefill, but none has decode: add an engine",
         ),
         ([{**PREFILL, "role": "encode"}], {}, "engines.0.role"),
     ],
@@ -273,10 +285,10 @@ def test_a_tier_holds_what_its_memory_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1, so tier host holds"),
+        ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1: host has room for"),
         ({"kv_tiers": [{**HOST, "policy": "fifo"}]}, "kv_tiers.0.policy"),
         ({"kv_tiers": [HOST], "enable_prefix_caching": False}, "set it to true"),
-        ({"kv_tiers": [HOST, HOST]}, "kv_tiers.1.name is host, as in an earlier tier: give"),
+        ({"kv_tiers": [HOST, HOST]}, "kv_tiers.1.name is host, the name of another tier: give each tier its own name"),
     ],
 )
 def test_tiers_that_are_none_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
@@ -292,13 +304,13 @@ STORE = {**HOST, "name": "store", "shared": True}
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"model": "Qwen/Qwen3-1.7B"}, "engines.1.model is Qwen/Qwen3-1.7B, and engines.0.model Qwen/Qwen3-0.6B"),
-        ({"kv_cache_dtype": "fp8"}, "engines.1.kv_cache_dtype is fp8, and engines.0.kv_cache_dtype auto"),
-        ({"block_size": 32}, "engines.1.block_size is 32, and engines.0.block_size 16"),
-        ({"tensor_parallel_size": 2}, "engines.1.tensor_parallel_size is 2, and engines.0.tensor_parallel_size 1"),
+        ({"model": "Qwen/Qwen3-1.7B"}, "engines.1.model is Qwen/Qwen3-1.7B, but engines.0.model is Qwen/Qwen3-0.6B"),
+        ({"kv_cache_dtype": "fp8"}, "engines.1.kv_cache_dtype is fp8, but engines.0.kv_cache_dtype is auto"),
+        ({"block_size": 32}, "engines.1.block_size is 32, but engines.0.block_size is 16"),
+        ({"tensor_parallel_size": 2}, "engines.1.tensor_parallel_size is 2, but engines.0.tensor_parallel_size is 1"),
         (
             {"kv_tiers": [{**STORE, "gib": 9}]},
-            "engines.1.kv_tiers: store is shared, and differs from that",
+            "engines.1.kv_tiers: store is shared, but differs from that",
         ),
     ],
 )
@@ -340,9 +352,9 @@ def test_drafts_cost_memory_passes_and_rows(tmp_path: Path) -> None:
     ("speculative", "words"),
     [
         ({"method": "dflash"}, "speculative.method is dflash, which drafts in parallel"),
-        ({"method": "draft_model"}, "speculative.model is None, and method draft_model: name one"),
+        ({"method": "draft_model"}, "speculative.model is None with method draft_model: give a model"),
         ({"method": "eagle", "model": "Qwen/Qwen3-0.6B"}, "and only there"),
-        ({"method": "eagle", "accepted": [1]}, "give one of them"),
+        ({"method": "eagle", "accepted": [1]}, "give only one of"),
         ({"method": "eagle", "synthetic_acceptance_length": 5.0}, "it is from 1 to 4"),
     ],
 )
@@ -398,8 +410,8 @@ RANKS: dict[str, Any] = {"model": MOE, "data_parallel_size": 4, "enable_expert_p
     [
         (
             {"kv_tiers": [{**TIER, "bandwidth": 25}]},
-            "engines.0.kv_tiers.0.bandwidth is 25 bytes/s: one request of max_model_len 8,192 tokens would be under"
-            " way to host for more than 60 minutes: raise bandwidth",
+            "engines.0.kv_tiers.0.bandwidth is 25 bytes/s: a transfer of one request of max_model_len 8,192 to"
+            " host would take more than 60 minutes: raise bandwidth",
         ),
         (
             {"kv_tiers": [TIER, {**TIER, "name": "disk", "bandwidth": 1e-300}]},
@@ -457,7 +469,7 @@ def test_what_a_file_cannot_say_of_all_its_engines_is_refused(tmp_path: Path, ke
 
 def test_buckets_that_cannot_be_are_refused_from_python_too(tmp_path: Path) -> None:
     engines, asked = load(tmp_path).engines, recorded_requests(read_requests(EXAMPLE.with_name("requests.jsonl")))
-    with pytest.raises(ValueError, match=r"limits is \[5, 5\]; list numbers of tokens that rise"):
+    with pytest.raises(ValueError, match=r"limits is \[5, 5\]; list rising numbers of tokens"):
         simulate(engines, asked, "least-loaded", limits=(5, 5))
     with pytest.raises(ValueError, match="turn_tokens is 0; a turn generates 1 token or more"):
         simulate(engines, asked, "least-loaded", turn_tokens=0)
@@ -531,11 +543,11 @@ def test_ranks_beyond_a_node_talk_over_its_network(tmp_path: Path) -> None:
         ({"node": {**NODE, "intra_bandwidth": "900 GB/s"}}, "engines.0.node.intra_bandwidth is 900 GB/s"),
         (
             {"node": NODE, "tensor_parallel_size": 8},
-            "engines.0.node.gpus is 4, and tensor_parallel_size 8: it stays within a node, lower it",
+            "engines.0.node.gpus is 4, fewer than tensor_parallel_size, 8: lower tensor_parallel_size",
         ),
         (
             {"node": NODE, "network_bandwidth": 1e10},
-            "engines.0.network_bandwidth is given, and node, which has inter_bandwidth: leave one of them out",
+            "engines.0.network_bandwidth is given, but node has inter_bandwidth: leave one of them out",
         ),
         ({"network_bandwidth": 1.0}, "engines.0.network_bandwidth: inter_bandwidth is 8e-09 GB/s"),
     ],
@@ -591,12 +603,12 @@ def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(
         ),
         ({"afd": {"attention": 4, "ffn": 2}}, "engines.0.afd.bandwidth"),
         ({"afd": {**AFD, "micro_batches": 0}}, "engines.0.afd.micro_batches"),
-        ({"afd": {**AFD, "micro_batches": 4096}}, "engines.0.afd.micro_batches is 4096, and an iteration has"),
+        ({"afd": {**AFD, "micro_batches": 4096}}, "engines.0.afd.micro_batches is 4096, more than"),
         ({"afd": {**AFD, "micro_batches": 1000}}, "no times for micro_batches 1000: there is no time for 1024 x"),
         ({"afd": {**AFD, "dbo_decode_token_threshold": 32}}, "engines.0.afd.dbo_decode_token_threshold or"),
         (
             {"afd": {**AFD, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 512}},
-            "engines.0.afd.dbo_decode_token_threshold is 1; set it to the micro-batches, 2, or more",
+            "engines.0.afd.dbo_decode_token_threshold is 1; set it to 2 (one per micro-batch) or more",
         ),
     ],
 )

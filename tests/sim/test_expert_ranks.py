@@ -124,30 +124,33 @@ def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:
     [
         (
             {"model": "Qwen/Qwen3-8B"},
-            "data_parallel_size is 8; Qwen/Qwen3-8B has no experts, and its ranks would not wait for each other: use",
+            "data_parallel_size is 8, but Qwen/Qwen3-8B has no experts, and ranks without experts are separate",
         ),
-        ({"enable_expert_parallel": False}, "enable_expert_parallel is false, and data_parallel_size 8:"),
+        ({"enable_expert_parallel": False}, "enable_expert_parallel is false with data_parallel_size 8:"),
         (
             {"data_parallel_size": 1},
-            "enable_expert_parallel is given, and data_parallel_size is 1: set it to 2 or more",
+            "enable_expert_parallel is given, but data_parallel_size is 1: set data_parallel_size to 2 or more",
         ),
         (
             {"data_parallel_size": 12},
-            "data_parallel_size is 12: 128 experts of Qwen/Qwen3-30B-A3B are not divided by 12 GPUs; take a divisor",
+            "data_parallel_size is 12: 128 experts of Qwen/Qwen3-30B-A3B cannot be divided by 12 GPUs; give a divisor",
         ),
         (
             {"data_parallel_size": 12, "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}},
             "eplb_config.num_redundant_experts is 2: 130 experts of",
         ),
-        ({"eplb_config": {"window_size": 9}}, "eplb_config is given, and enable_eplb is false: set it to true"),
+        (
+            {"eplb_config": {"window_size": 9}},
+            "eplb_config is given, but enable_eplb is false: set enable_eplb to true",
+        ),
         ({"expert_load": {"frequencies": "no.json"}}, "expert_load.frequencies: "),
         ({"expert_load": {"frequencies": "no.json", "power_law": 1.0}}, "leave one of them out"),
-        ({"expert_load": {"drift_interval": 9}}, "drift_interval is given, and power_law is 0: raise that"),
+        ({"expert_load": {"drift_interval": 9}}, "drift_interval is given, but power_law is 0: raise power_law"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size with data_parallel_size is not simulated"),
         ({"profile": "tables", "model": "deepseek-ai/DeepSeek-V2-Lite"}, "profile: deepseek-ai/DeepSeek-V2-Lite has"),
         ({"profile": "tables", "quantization": "awq"}, "profile: there are no tables of awq weights, only of fp8,"),
         ({"all2all_backend": "pplx"}, "all2all_backend"),
-        ({"overhead": {"iteration": 1.0}, "host": "default"}, "host is default, and overhead is given"),
+        ({"overhead": {"iteration": 1.0}, "host": "default"}, "host is default, but overhead is given"),
     ],
 )
 def test_ranks_that_cannot_be_simulated_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:

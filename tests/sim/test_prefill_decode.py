@@ -489,7 +489,7 @@ def test_engines_that_cannot_work_together_are_refused() -> None:
     assert "none has decode" in refused([prefill])
     assert "kv_transfer is missing" in refused([prefill, decode], None)
     assert "no engine has the role" in refused([EngineSpec("C", CONFIG, TEN)])
-    assert "block_size of D is 16, that of P 4" in refused(
+    assert "block_size of D is 16, but that of P is 4" in refused(
         [prefill, replace(decode, config=replace(CONFIG, block_size=16))]
     )
     assert "kv_bytes of D is 0.0" in refused([prefill, replace(decode, kv_bytes=0.0)])

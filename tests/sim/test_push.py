@@ -219,7 +219,7 @@ def test_engines_that_would_fill_up_are_refused() -> None:
     prefill = EngineSpec("P", CONFIG, TEN, role=PREFILL)
     decode = EngineSpec("D", RESERVING, TEN, role=DECODE, kv_bytes=1.0)
     assert "num_reserved_decode_tokens of D is 0" in refused([prefill, replace(decode, config=CONFIG)])
-    assert "only if it leaves 2 blocks free for num_reserved_decode_tokens" in refused(
+    assert "accepted only with 2 blocks free for num_reserved_decode_tokens" in refused(
         [prefill, replace(decode, config=replace(RESERVING, kv_blocks=17))]
     )
     with pytest.raises(ValueError, match="num_reserved_decode_tokens is -1"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.evaluation.setting import a800_nodes, profiles_of
 from benchmarks.routing_plans import MOST, OURS, SEARCH, Question, halves, question, ratios, without_waits
+from libra import Planner
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
 from libra.trajectory import Trajectory, Turn, read_trajectories
@@ -30,7 +31,7 @@ def halves_of(log: str) -> tuple[tuple[Trajectory, ...], tuple[Trajectory, ...]]
 def asked_of(log: str, sizes: int) -> Question:
     cluster, model = a800_nodes(3), load_model("Qwen/Qwen3-14B")
     recipe = Recipe(batch=96, samples_per_prompt=8, max_length=LONGEST, mode="async", staleness=1, max_buckets=sizes)
-    return question(log, halves_of(log), cluster, model, recipe, profiles_of(cluster, model, recipe))
+    return question(log, halves_of(log), Planner(cluster, model, recipe, profiles_of(cluster, model, recipe)))
 
 
 @pytest.mark.parametrize("log", ["search", "geometric", "terminal", "blend"])

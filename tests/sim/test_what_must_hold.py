@@ -295,7 +295,7 @@ def test_a_misconfigured_engine_is_refused_with_the_reason(changes: dict[str, An
         (lambda spec, none: SimCluster([spec, replace(spec, name="b")], none), "2 engines and no policy"),
         (lambda spec, none: SimCluster([spec, spec], none, policy_named("round-robin")), "have the name engine"),
         (lambda spec, none: SimCluster([replace(spec, bucket=1)], none), "bucket 1"),
-        (lambda spec, none: AffineCost(0), "takes 1 or more"),
+        (lambda spec, none: AffineCost(0), "set it to 1 or more"),
         (lambda spec, none: GridCost(GRID, config_of(max_model_len=20_000, kv_blocks=2000)), "max_model_len 20000"),
         (lambda spec, none: HostCost(-1.0), "finite and 0 or more"),
     ],

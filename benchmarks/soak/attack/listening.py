@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from libra.config.run import MetricsConfig, ModelConfig
-from libra.lend.backend.terms import device_loan
+from libra.config.run import MetricsConfig
 from libra.loop.metrics import MetricsEndpoint
 
 TOKEN = "5" * 32  # of a replica's store
@@ -67,26 +66,12 @@ async def rendezvous(folder: Path) -> None:
 
 async def agent(folder: Path) -> None:
     """A server's device, and the agent that lends it."""
-    from libra.backends.tiny_model import write_tiny_model
-    from libra.backends.transport.engine_messages import StartEngine
     from libra.lend.backend.agent import LendingAgent
-    from libra.lend.backend.device_page import EngineFacts
-    from libra.lend.backend.lender_file import LoanOrder
-    from libra.lend.backend.serving_token import ServingToken
-    from libra.lend.recall import RecallPolicy
-    from libra.lend.records.lending import LendingTerms
-    from libra.lend.traffic.envelope import Envelope
+    from tests.fakes.lent_device import lent_device
 
-    device, policy = folder / "device", folder / "policy"
-    write_tiny_model(policy, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123", 512)
-    (folder / "logs").mkdir()
-    envelope, recall = Envelope(2.0, 900, 6, 4000, 5.0), RecallPolicy(1.0, 8.0)
-    loan = device_loan("", LendingTerms("chat", "policy", 0.08, 0.03, 0.002, envelope, recall), None)
-    start = StartEngine(str(policy), 512, 8, "float32", 1 << 20, (), 1, 0, 1.0, (0,), False, loan=loan)
-    serving = ServingToken(device, EngineFacts("chat", 2048, 64, 128))
-    order = LoanOrder(device, folder / "agent", "chat", 1000.0, start)
+    order, serving = lent_device(folder)
     async with LendingAgent.open(order, folder / "logs", lambda line: None):
-        tell(device=str(device), socket=str(order.listen))
+        tell(device=str(order.device), socket=str(order.listen))
         await asyncio.Event().wait()
     serving.close()
 

@@ -41,9 +41,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholeRuns:
-    """Whole runs of a plan: `steps` optimiser steps, after first steps that begin with idle engines and do not
-    count.
-    """
+    """Whole runs of a plan. `steps` optimiser steps count; the first steps, which begin with idle engines, do not."""
 
     plan: Plan
     log: tuple[Trajectory, ...]  # groups are drawn from its finished trajectories

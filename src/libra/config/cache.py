@@ -14,7 +14,7 @@ from typing import Any
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/libra`, or `~/.cache/libra`."""
+    """The directory of cached files: `$XDG_CACHE_HOME/libra`, or `~/.cache/libra`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "libra"
 
 

@@ -33,7 +33,7 @@ class Framework:
     # The preferred family first. Data-parallel ranks divide the batch. Empty: any layout.
     families: tuple[TrainingFamily, ...] = ()
     mixed_engines: bool = True  # engines of several tensor-parallel sizes in one run
-    whole_nodes: bool = False  # training and rollout share no node, unless there is only one
+    whole_nodes: bool = False  # training and rollout share no node, unless the cluster has only one
     pairs: bool = False  # prefill/decode pairs
     engines_over_nodes: bool = False  # an engine may be several whole nodes
     router: str | None = None  # nearest policy of `libra.route.catalogue`; None: the framework has no router

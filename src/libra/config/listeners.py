@@ -27,7 +27,7 @@ class HttpLimits:
     connections: int  # number open at a time; fewer if the limit of open files is lower
     descriptors: int = 1  # descriptors of each connection, with the connections opened to answer it
     idle_seconds: float = 75.0  # seconds that a connection may last without a complete request
-    stalled_seconds: float = 60.0  # seconds in which the client may read nothing of its response
+    stalled_seconds: float = 60.0  # seconds for which a client may read nothing of its response
     body_seconds: float = 60.0  # seconds for a request body to arrive
     body_bytes: int = 64 * MEBIBYTE  # most bytes of one body, both as sent and decompressed, for any context
     body_base: int = MEBIBYTE  # bytes of one body, plus `body_per_token` for each token of the longest context

@@ -38,7 +38,7 @@ DEFAULT_ROUTER = "cmlfq"
 
 
 def _router_of(framework: str | None) -> str:
-    """The default router of a request: its framework's."""
+    """The default router of a request: the router of its framework, or `cmlfq`."""
     return framework_named(framework).router or DEFAULT_ROUTER
 
 
@@ -48,7 +48,7 @@ class TrainingBytes:
 
     weights: int  # in the compute type
     gradients: float  # in the compute type
-    states: float  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
+    states: float  # the optimiser's: moments, and an fp32 master copy if the compute type is smaller
     compute: int | None = None  # of a number in matrix products, under autocast; None: as the weights
     trained: float = 1.0  # share of the parameters that have gradients; below 1: only adapters are trained
     copies: float = 0.0  # of weights in the type of the products, on each device that uses them
@@ -73,7 +73,7 @@ class Recipe(Section):
     """Settings of one optimiser step. Only `batch`, `samples_per_prompt` and `max_length` have no default."""
 
     batch: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # trajectories trained on in one step
-    samples_per_prompt: _Count  # trajectories of one prompt; they are compared with each other, and divide `batch`
+    samples_per_prompt: _Count  # trajectories of one prompt, which are compared with each other; divides `batch`
     max_length: _Count  # longest context of a trajectory, in tokens
     # async: generation and training overlap; sync: they take turns on separate devices; colocated: on the same devices.
     mode: Mode = "async"
@@ -226,9 +226,9 @@ class Recipe(Section):
         """Bytes per trained parameter.
 
         AdamW needs 16 in mixed precision: 2 for weights, 2 for gradients, 4 for the master copy, 8 for moments
-        (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1). It needs 16 in fp32, too (4, 4, 0, 8), and 12
-        with both moments in bf16. SGD without momentum needs 8. fp8 needs the bytes of bf16, plus the copies of weights
-        in both orientations that Transformer Engine keeps (`cache_weight`)."""
+        (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1). AdamW needs 16 in fp32, too (4, 4, 0, 8), and
+        12 with both moments in bf16. SGD without momentum needs 8. fp8 needs the bytes of bf16, plus the copies of
+        weights in both orientations that Transformer Engine keeps (`cache_weight`)."""
         compute = _BYTES[self.dtype]
         master = 0 if self.dtype == "fp32" else _BYTES["fp32"]
         copies = _FP8_COPIES if self.dtype == "fp8" else 0

@@ -50,8 +50,8 @@ class ModelConfig(Section):
 
 
 class WarmUpConfig(Section):
-    """Supervised steps on demonstrations, before reinforcement learning. 0 skips the warm-up, for a model that already
-    calls tools.
+    """Supervised steps on demonstrations, before reinforcement learning. 0 steps skip the warm-up, for a model that
+    already calls tools.
     """
 
     steps: int = Field(default=500, ge=0)
@@ -63,7 +63,7 @@ class ClusterConfig(Section):
     """The devices: GPUs or shares of them, or CPU slots of fixed speed on a machine without accelerators."""
 
     launcher: LauncherKind = "local"  # where workers run: here, or on the nodes of a Ray cluster
-    ray_address: str | None = None  # of the Ray cluster; None: one is started on this machine for the run
+    ray_address: str | None = None  # of the Ray cluster; None: the run starts a cluster on this machine
     slots_per_node: PositiveInt | None = None  # limit with `ray`; None: one slot per device of the node
     slots: PositiveInt = 4
     core: PositiveInt = 1  # always train
@@ -211,7 +211,7 @@ class RoutingConfig(Section):
 
 class PlannerConfig(Section):
     period: PositiveInt = 10  # steps between two decisions
-    horizon: PositiveInt = 100  # steps that a plan is expected to hold, at most those that remain
+    horizon: PositiveInt = 100  # expected lifetime of a plan in steps; at most the remaining steps
     half_life: PositiveFloat = 512.0  # number of newer trajectories after which evidence counts half
     calibration: Path | None = None  # a measured profile to use instead of measuring
 
@@ -221,7 +221,7 @@ class MetricsConfig(Section):
 
     port: int | None = Field(default=None, ge=1, le=65535)  # None: no metrics are served
     host: str = "127.0.0.1"
-    token_file: Path | None = None  # bearer token that clients must send; required where other machines reach `host`
+    token_file: Path | None = None  # bearer token that clients must send; required if other machines reach `host`
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:

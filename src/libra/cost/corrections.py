@@ -15,7 +15,7 @@ class BatchFactors:
 
     decode: float  # decoding of all trajectories
     prefill: float  # samples of one prompt share its prefill
-    eviction: float  # contexts that are prefilled again: those of longer trajectories are evicted more often
+    eviction: float  # contexts that are prefilled again; longer trajectories are evicted more often
     memory: float  # waiting for KV memory, while other sequences use the engine
     generation: float  # generation of the longest trajectory, as the batch drains
 

@@ -37,7 +37,9 @@ class EngineCost:
 
 @dataclass(frozen=True, slots=True)
 class TrainCost:
-    """Seconds of one optimiser step on one replica: `step + per_token*tokens`; see `step_seconds` for several."""
+    """Seconds of one optimiser step on one replica: `step + per_token*tokens`; see `step_seconds` for several
+    replicas.
+    """
 
     step: float  # optimiser, clipping, publication of the new weights
     per_token: float  # forward and backward of one token of a packed or padded micro-batch

@@ -22,7 +22,7 @@ from libra.hardware.model import ModelSpec
 BLOCK = 16  # vLLM's default on GPUs
 BLOCK_TOKENS = 32  # block of vLLM's CPU attention
 SAMPLED = 1024  # sequences whose logits are in memory together: vLLM's default `max_num_seqs` on large GPUs
-BATCHED = 8192  # tokens of an iteration: vLLM's default `max_num_batched_tokens` there
+BATCHED = 8192  # tokens of an iteration: vLLM's default `max_num_batched_tokens` on large GPUs
 
 _GIB = 2.0**30
 # Source: logs of 60 engines with 28 models on H100 by vLLM 0.19, and of Qwen3-14B by 0.15 to 0.19 (llm-d-planner,
@@ -50,10 +50,10 @@ _CONTEXT_ROWS = 65_536  # tokens of context that latent attention expands at onc
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """Memory of vLLM's profiling run that differs between versions. Bytes are per logit."""
+    """The parts of vLLM's profiling run that differ between versions."""
 
-    logit: float = 2.0  # while the sampler runs; the newer model runner samples from the model's 16 bits
-    counted: float = _COUNTED  # bytes that stay: counts of each token, for penalties
+    logit: float = 2.0  # bytes per logit while the sampler runs; the newer model runner samples from 16 bits
+    counted: float = _COUNTED  # bytes per logit that stay: counts of each token, for penalties
     libraries: float = _LIBRARIES  # bytes outside of PyTorch's allocator, on one GPU
     keeps_workspace: bool = True  # the workspace of experts stays; older versions free it with the activations
     chunk: float = inf  # tokens that go through experts at once

@@ -152,7 +152,9 @@ def _replicated(load: Shares, slots: int) -> tuple[Placement, Shares]:
 
 
 def _packed(load: Shares, ranks: int) -> Placement:
-    """[layers, slots] replica in each slot: the most loaded goes first, to the least loaded rank with a free slot."""
+    """[layers, slots] replica in each slot. The most loaded replica goes first, to the least loaded rank with a free
+    slot.
+    """
     layers, slots = load.shape
     each = slots // ranks
     order = np.argsort(-load, axis=1)

@@ -28,7 +28,9 @@ class LinearFit:
 
 
 def fit_linear(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> LinearFit:
-    """Non-negative least squares on relative errors. `features` is [samples, k]; needs more samples than k."""
+    """Fit coefficients by non-negative least squares on relative errors. `features` is [samples, k], with more samples
+    than k. Raises ValueError for too few samples, or for a time that is not positive.
+    """
     rows, times = np.asarray(features, dtype=float), np.asarray(seconds, dtype=float)
     if rows.ndim != 2 or len(rows) != len(times) or len(rows) <= rows.shape[1]:
         raise ValueError(f"{len(rows)} samples cannot determine {rows.shape[-1]} coefficients: measure more points")

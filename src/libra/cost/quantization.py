@@ -44,7 +44,9 @@ KV_FORMATS: Mapping[str, NumberFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantization settings of one engine. Raises ValueError for an unknown name, starting with the key."""
+    """Quantization settings of one engine. For an unknown name, raises a ValueError whose message begins with the
+    key.
+    """
 
     quantization: str | None = None  # None: as the checkpoint stores weights
     kv_cache_dtype: str = "auto"  # auto: the checkpoint's type of KV, otherwise 16 bits

@@ -104,8 +104,8 @@ def seats_taken(cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int) -> floa
 
 
 def batch_work(timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, factors: BatchFactors) -> tuple[float, ...]:
-    """Engine seconds per trajectory, for each line, in a batch that starts at once; without the work of the longest
-    trajectory.
+    """Engine seconds per trajectory in a batch that starts at once, for each line of the timing. The work of the
+    longest trajectory is not included (`libra.cost.longest`).
     """
     apart = factors.prefill * prefill_seconds(timing, cls) + timing.per_turn * cls.turns
     return tuple(

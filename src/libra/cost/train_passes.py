@@ -212,8 +212,8 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
 
 
 def _cast_width(experts: Experts, hidden: int) -> float:
-    """Numbers cast for one token in one expert, in a third of its forward and backward pass: the inputs of products,
-    and the gradients of their outputs.
+    """A third of the numbers that are cast for one token in one expert: the inputs of products, and the gradients of
+    their outputs. A forward pass counts this third, and a backward pass counts it twice.
     """
     through = experts.width(hidden)
     gates = 2 if experts.gated else 1

@@ -22,7 +22,7 @@ from libra.cost.transfer import HOST_LINK, Group, all_gather_seconds, reduce_sca
 from libra.hardware.parallel import SHARDING, Array, LayoutTable, ParallelLayout
 
 # Parameters that the processors of one node update in a second: DeepSpeed's Adam, 10 billion in 2.57 s on two Xeon 8168
-# (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, table 4). PyTorch's own takes 5.7 times as long there.
+# (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, table 4). PyTorch's Adam takes 5.7 times as long there.
 HOST_UPDATES = 10e9 / 2.57
 SIMULATED = 64  # micro-batches of a pipeline that are simulated; further ones repeat its steady state
 
@@ -39,7 +39,7 @@ class TrainStep:
     forwards: float  # log-probabilities of the old policy and of the reference, including its loading
     communication: float  # of all parallel degrees, without the hidden part
     bubble: float  # the stage waits for the pipeline to fill and drain
-    imbalance: float  # the other ranks wait for the one with most work
+    imbalance: float  # ranks wait for the rank with the most work
     optimiser: float
     total: float
     mfu: float  # FLOPs that the model needs, per second and device, over the data sheet's

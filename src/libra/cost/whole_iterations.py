@@ -55,11 +55,11 @@ def whole_iterations(
 ) -> EngineGrid:
     """Fold terms and host into the grid of an engine with vLLM's CUDA graphs; the result has no terms and no host.
 
-    A decode takes its kernels, with uneven contexts counted as longer ones, and the host's overhead. Turns are admitted
-    by a Poisson process. An iteration that admits a turn is launched like an iteration with prefill, and reads the
-    longest context completely. Launches count only if they take longer than the kernels of decode and prefill. A chunk
-    takes the longer of its kernels and their launches, without the host's time for the iteration. Neither includes the
-    cost of admitting turns (`EngineTiming`).
+    A decode takes its kernels, with uneven contexts counted as longer contexts, and the host's overhead. Turns are
+    admitted by a Poisson process. An iteration that admits a turn is launched like an iteration with prefill, and reads
+    the longest context completely. Launches count only if they take longer than the kernels of decode and prefill. A
+    chunk takes the longer of its kernels and their launches, without the host's time for the iteration. Neither decodes
+    nor chunks include the cost of admitting turns (`EngineTiming`).
     """
     host, terms = grid.host, grid.terms
     corrected = terms.linear is not None or terms.longest or terms.decode != 1 or (terms.spread and batch.uneven)

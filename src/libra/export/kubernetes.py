@@ -19,8 +19,9 @@ _ROUTER_PORT = 9000
 
 
 def manifests(lines: Sequence[ServeLine], router: str) -> str:
-    """YAML documents. You add the model's volume, node selectors and the router's token. Raises ValueError like
-    `gateway_file`."""
+    """YAML documents. The user adds the model's volume, node selectors and the router's token. Raises ValueError like
+    `gateway_file`.
+    """
     urls: dict[str, str] = {}
     documents: list[dict[str, object]] = []
     for number, its in enumerate(_equal(lines)):

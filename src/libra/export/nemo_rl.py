@@ -15,7 +15,7 @@ from libra.export.split import DeviceSplit
 
 
 def emit(split: DeviceSplit) -> str:
-    """A YAML file."""
+    """The text of a YAML file."""
     hint = "# Name one of NeMo-RL's configurations under `defaults`, such as grpo_math_1B.yaml.\n"
     return hint + yaml.safe_dump(_document(split), sort_keys=False)
 

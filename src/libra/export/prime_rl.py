@@ -15,7 +15,7 @@ Table = Mapping[str, object]
 
 
 def emit(split: DeviceSplit) -> str:
-    """A TOML file."""
+    """The text of a TOML file."""
     tables = "\n".join(f"[{name}]\n{_lines(table)}" for name, table in _tables(split))
     slurm = "# Several nodes are launched by Slurm: add a [slurm] table.\n" if _several(split) else ""
     return f"{slurm}seq_len = {split.recipe.max_length}\n\n{tables}"

@@ -24,7 +24,7 @@ Flag = bool | int | float | str | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ServeLine:
-    """`vllm serve` on some GPUs of one node. A flag that is True has no value; one that is False is left out."""
+    """`vllm serve` on some GPUs of one node. A flag that is True has no value; a flag that is False is left out."""
 
     host: str  # a placeholder: the class of nodes and the node's number
     gpus: Sequence[int]
@@ -43,7 +43,7 @@ class ServeLine:
 
     @property
     def paired(self) -> bool:
-        """Whether it sends KV to another engine, or receives it."""
+        """Whether the engine sends KV to another engine, or receives KV from another one."""
         return "kv-transfer-config" in self.flags
 
     @property

@@ -30,7 +30,7 @@ def file(name: str, text: str) -> str:
 
 
 def megatron_degrees(layout: ParallelLayout) -> tuple[tuple[str, int], ...]:
-    """Degrees by Megatron-LM's names."""
+    """Parallel degrees, by Megatron-LM's names."""
     degrees = (
         ("tensor_model_parallel_size", layout.tp),
         ("pipeline_model_parallel_size", layout.pp),
@@ -45,7 +45,7 @@ def megatron_degrees(layout: ParallelLayout) -> tuple[tuple[str, int], ...]:
 
 
 def megatron_recompute(layout: ParallelLayout) -> tuple[tuple[str, object], ...]:
-    """Recomputed activations, by Megatron-LM's name."""
+    """Megatron-LM's settings of recomputation; empty without recomputation."""
     if layout.recompute == "full":
         return (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
     if layout.recompute == "selective":

@@ -21,7 +21,7 @@ _PLAIN = _STEPS.replace(' --het-group="${group[$1]}"', "")
 
 
 def batch_script(lines: Sequence[ServeLine], router: str) -> str:
-    """The batch script. You add the partition, the account and the time limit. Raises ValueError like
+    """The text of the batch script. The user adds the partition, the account and the time limit. Raises ValueError like
     `gateway_file`.
     """
     classes = list(dict.fromkeys(_class(it) for it in lines))

@@ -229,7 +229,7 @@ def _packed(engines: Sequence[Engines], nodes: NodeClass) -> tuple[Engines, ...]
 
 
 def _grid(gpus: int, of_node: int) -> tuple[int, int]:
-    """Equal nodes for the GPUs, and the GPUs of each: 20 GPUs on nodes of 8 become 5 nodes of 4."""
+    """Number of equal nodes that have the GPUs, and GPUs of each node: 20 GPUs on nodes of 8 become 5 nodes of 4."""
     if gpus <= of_node:
         return 1, gpus
     each = math.gcd(gpus, of_node)

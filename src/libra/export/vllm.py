@@ -43,7 +43,10 @@ def file_lines(path: Path | str) -> tuple[str, list[ServeLine], str]:
 
 
 def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[ServeLine]:
-    """Lines of the section's engines, on nodes of no other section. Raises ValueError with the key."""
+    """Lines of the section's engines, on nodes of no other section.
+
+    Raises a ValueError whose message begins with the key.
+    """
     if section.afd is not None:
         raise ValueError("afd: vllm serve cannot separate attention from experts; search without attention-ffn")
     if section.kv_tiers:

@@ -30,7 +30,7 @@ class TrajectoryClass:
     peak_context: int  # largest context of any trajectory of the class
     mean_context: float  # mean of the final contexts
     generated: float  # G: tokens generated
-    context_sum: float  # C: sum of the context length over those tokens
+    context_sum: float  # C: sum of the context length over the generated tokens
     prefill: float  # tokens prefilled with a warm prefix cache: the prompt and each tool return, once
     turns: float
     tool_seconds: float

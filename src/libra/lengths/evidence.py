@@ -38,7 +38,7 @@ class Drift:
 
 
 def at_risk(finished: Array, running: Array, passed: Array) -> Array:
-    """[bin, ...] trajectories at risk: those that could have finished in each bin.
+    """[bin, ...] number of trajectories at risk, which could have finished in the bin.
 
     All trajectories beyond a bin count fully. A trajectory that runs in the bin counts by the part that it has passed
     (the actuarial estimate, with the actual part instead of half). `finished` and `running` count trajectories by the

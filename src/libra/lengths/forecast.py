@@ -67,7 +67,7 @@ def fit(versions: Array, levels: Array, weights: Array) -> Trend:
 
     A jump is not a trend. A step is kept if it explains more than chance: the largest F statistic over all places with
     two versions on either side must exceed its 1 % point (Andrews 1993). The slope is shrunk by `1 - error**2 /
-    slope**2`, and is 0 within its error (the positive-part rule of James & Stein 1961), so that noise is not
+    slope**2`, and is 0 if it does not exceed its error (the positive-part rule of James & Stein 1961). So noise is not
     extrapolated. Fewer than 6 versions of equal weight show no trend.
     """
     if weights.sum() == 0 or weights.sum() ** 2 / (weights**2).sum() < _MIN_POINTS:

@@ -45,7 +45,7 @@ class Members:
 
     @property
     def work(self) -> Array:
-        """See `cohorts.work`."""
+        """Work of each member in prefilled tokens; see `cohorts.work`."""
         return self.prefill + GENERATED * self.generated + SECOND * self.tool_seconds
 
 

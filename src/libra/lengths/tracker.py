@@ -22,7 +22,7 @@ from libra.trajectory import Trajectory
 
 FORMAT = 4  # of a snapshot
 
-_COHORTS = 64  # with more cohorts, old ones are dropped or adjacent ones joined
+_COHORTS = 64  # with more cohorts, old cohorts are dropped, or adjacent cohorts joined
 
 
 class LengthTracker:

@@ -200,7 +200,7 @@ def expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias = EX
 @dataclass(frozen=True, slots=True)
 class _Expected:
     step: Prediction
-    bounds: dict[Bottleneck, float]  # seconds of the step by bottleneck, which differs between the cases
+    bounds: dict[Bottleneck, float]  # expected seconds of a step by bottleneck, which may differ between cases
 
 
 def _expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias) -> _Expected:

@@ -29,7 +29,7 @@ class Loan:
     shape: str
     use: float  # share of the SLO's tpot to which lending may slow down serving
     engines: int  # rollout engines, each on the devices of a serving engine
-    share: float  # of the devices' time that the plan counts on while the pool lends
+    share: float  # share of the devices' time that the plan counts on while the pool lends
     away: float  # probability that nothing is lent in the coming period
 
 

@@ -21,7 +21,7 @@ from libra.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of each device of one duty."""
+    """Memory of each device with one duty: training, or engines of one shape."""
 
     duty: str  # "training", or the shape of the engine
     used: float

@@ -32,7 +32,7 @@ class LogEvidence:
     longest_turn: int  # generated tokens of the longest turn
     longest_tool_call: float  # seconds, after cutting
     cut_tool_calls: int  # tool calls whose durations were cut
-    recent: tuple[Trajectory, ...] = ()  # finished ones, to draw from in simulation; see `gather_workload`
+    recent: tuple[Trajectory, ...] = ()  # latest finished ones, for simulation; see `gather_workload`
 
 
 class _ToolCalls:

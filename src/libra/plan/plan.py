@@ -54,12 +54,12 @@ class Plan:
     allocation: Allocation
     predicted: Prediction
     proof: Proof
-    max_num_seqs: tuple[int, ...]  # of each bucket's engines: sequences that decode together
+    max_num_seqs: tuple[int, ...]  # [bucket] sequences that decode together in one engine
     layout: ParallelLayout | None  # of the trainers; None if each device is a replica
-    placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
+    placement: tuple[DeviceGroup, ...]  # empty if devices are interchangeable
     loans: tuple[Loan, ...]  # lent engines that the plan uses
     simulated: RehearsedStep | None  # None: the step is only predicted
-    finalists: tuple[Finalist, ...]  # plans that were compared by simulation, this one first
+    finalists: tuple[Finalist, ...]  # plans that were compared by simulation, this plan first
     cut_short: float | None = field(default=None, kw_only=True)  # seconds after which the comparison ended undecided
     request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def surprise(self) -> float:
-        """Relative difference of the simulated step from the predicted one; 0 without a simulation."""
+        """Relative difference of the simulated step from the predicted step; 0 without a simulation."""
         return self.step / self.predicted.step - 1 if self.predicted.step > 0 else 0.0
 
     @property
@@ -96,7 +96,7 @@ class Confirmation:
     """The result of the other solver for the same problem."""
 
     solver: Solver
-    step: float  # seconds, of its own best plan
+    step: float  # seconds of the solver's own best plan
     bound: float  # seconds; proven lower bound on any step
 
 

@@ -27,7 +27,7 @@ BOTTLENECKS: tuple[Bottleneck, ...] = get_args(Bottleneck)
 _SHARED = 0.15  # of the part that all prices of a run have in common
 _OWN = 0.15  # of the part of each bottleneck
 _KEPT = 0.97  # correlation of a factor's logarithm between successive periods; the rest returns to a fresh run
-_UNTRIED = 0.05  # additional one of an allocation that did not run before
+_UNTRIED = 0.05  # additional deviation for an allocation that did not run before
 _FIRST_PERIODS, _MOST_PERIODS = 4.0, 20.0  # first and largest weight of the mean surprise, in periods
 _STEP_SPREAD = 0.25  # assumed relative deviation of the seconds of steps
 _SPREAD_STEPS = 4  # weight of this assumption, in measured steps
@@ -59,7 +59,7 @@ def measured(steps: Sequence[float]) -> PeriodSeconds:
 
 
 def measured_mean(seconds: float, steps: float) -> PeriodSeconds:
-    """The mean seconds of `steps` steps with unknown individual seconds."""
+    """The mean seconds of `steps` steps whose individual seconds are unknown."""
     return PeriodSeconds(seconds, _STEP_SPREAD * seconds / math.sqrt(steps))
 
 
@@ -80,7 +80,7 @@ class PriceBias:
         return math.exp(self.means[BOTTLENECKS.index(bottleneck)])
 
     def error(self, bottleneck: Bottleneck) -> float:
-        """Standard error of the logarithm of the factor: about its relative error."""
+        """Standard error of the logarithm of the factor, which is about the relative error of the factor."""
         index = BOTTLENECKS.index(bottleneck)
         return math.sqrt(self.surprise * self.covariance[index][index])
 

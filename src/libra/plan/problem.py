@@ -167,18 +167,18 @@ class EngineOption:
     pool: str
     devices: int  # of one engine, all on one node (or on whole nodes)
     max_num_seqs: int  # sequences that decode together, at most
-    holds: int  # tokens: the longest context it can serve
-    stall: float  # seconds of every step in which it takes new weights
+    holds: int  # tokens: the longest context that the engine serves
+    stall: float  # seconds of every step in which the engine loads new weights
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
     residence: tuple[float, ...]  # [class] least expected seconds of its longest trajectory, tools included
     # If batches start together: seconds of the longest trajectory of all classes up to each class. If a factor s slows
-    # its generation, it takes the maximum over lines of waits + s * generates.
+    # generation, the trajectory takes the maximum over lines of waits + s * generates.
     generates: Lines = ()  # [line][class] seconds; a line is for the same s in all options
     waits: Lines = ()  # [line][class] seconds
     # If caches cannot hold all contexts:
     refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context evicted
-    kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
+    kv_occupancy: tuple[float, ...] = ()  # [class] number of engines whose caches the class's contexts fill
     # For a prefill/decode pair: pool and devices of the engine that computes prompts. `pool` and `devices` generate.
     prefill: tuple[str, int] | None = None
 
@@ -233,7 +233,7 @@ class TrainingOption:
     pool: str
     devices: int
     replicas: int
-    seconds: float  # one optimiser step over one step's trajectories, exposed publication included
+    seconds: float  # of one optimiser step, exposed publication included
     publish: float  # further seconds until engines have the new weights
     # The part of `seconds` after the step's last trajectory; None: all, as training waits for the whole batch.
     tail: float | None = None
@@ -260,8 +260,8 @@ class Problem:
     engines: tuple[EngineOption, ...]
     training: tuple[TrainingOption, ...]
     peaks: tuple[int, ...]  # [class] tokens: the longest context of the class; shortest class first
-    expected: tuple[bool, ...]  # [class] whether a typical step has a trajectory of it
-    longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
+    expected: tuple[bool, ...]  # [class] whether a typical step has a trajectory of the class
+    longest_context: int  # tokens; no trajectory grows longer, and some engine must hold this context
     # Share of a class's work that reaches its own bucket; the rest stays in the first, where all trajectories start.
     # Each row is a router, and a plan must suffice for every row. Ranges that already run have fewer possible routers.
     recall_known: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
@@ -269,8 +269,8 @@ class Problem:
     staleness: int = 0  # versions; 0 is synchronous training
     colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
     switch: float = 0.0  # seconds to change between generation and training, twice a step, when colocated
-    use_all_devices: bool = False  # no device may idle: superfluous ones generate, too
-    one_bucket_per_shape: bool = False  # set where an engine's shape alone determines its bucket
+    use_all_devices: bool = False  # no device may idle: superfluous devices generate, too
+    one_bucket_per_shape: bool = False  # set if an engine's shape alone determines its bucket
     most_buckets: int | None = None  # None: the number of classes
     current: Allocation | None = None  # the running allocation, which breaks ties between plans
     restriction: str = ""  # options left out of the menu, and the remedy; named in the error if no plan exists

@@ -31,11 +31,11 @@ from libra.trajectory import Trajectory
 # Half-life of a trajectory's weight. With a shorter half-life, near-equal plans alternate because of noise. After the
 # tracker detects a change, it forgets four times as fast.
 REPLANNER_HALF_LIFE_STEPS = 12.0
-# Assumed relative change of lengths within a period that no trend shows yet. A plan that just keeps its step may need
-# several times as long when its longest trajectories are a tenth longer.
+# Assumed relative change of lengths within a period that no trend shows yet. If its longest trajectories
+# become a tenth longer, a plan without slack may need several times as long.
 _UNSEEN = 0.1
-_CONFIDENCE = 2.0  # standard errors of the tracked work that a gain has to exceed: 95 % of errors are smaller
-# The error of a forecast is normal in the logarithm. The mean of a price over it is taken at three points
+_CONFIDENCE = 2.0  # standard errors of the tracked work that a gain must exceed: 95 % of errors are smaller
+# The error of a forecast is normal in the logarithm. The mean of a price is taken at three points
 # (Gauss-Hermite quadrature): pairs of a distance from the forecast, in standard errors, and a weight.
 _NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
 _REHEARSED = 4  # latest batches whose trajectories are used to simulate a change
@@ -91,7 +91,7 @@ class Outlook:
     scenarios: tuple[Scenario, ...]  # the forecast, then the forecast with its possible errors
     horizon_steps: float
     uncertainty: float  # relative error of the tracked work that a gain has to exceed
-    bias: PriceBias  # of prices, as learned so far
+    bias: PriceBias  # of prices, learned from the run
 
     def propose(self, seed: int = 0) -> Proposal:
         """Solve for each scenario, and compare the gain of the best plan with the cost of the change. Reads only

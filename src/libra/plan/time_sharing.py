@@ -1,7 +1,7 @@
 """Steps in which some GPUs first generate and then train, while others only generate.
 
-Invariant: the shared GPUs generate only if this is expected to shorten the step, including both role changes. They
-start to train as soon as no later batch of the step would have to wait.
+Invariant: the shared GPUs generate only if this is expected to shorten the step, including both role
+changes. The shared GPUs start to train as soon as no later batch of the step would have to wait.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class SharedStep:
 @dataclass(slots=True)
 class SharedRates:
     """Estimates the rates of future steps. `ratio`: shared engines per engine that only generates, all of equal speed;
-    infinite if all are shared. Role changes are assumed to take no time until one is measured, so that one is tried.
+    infinite if all are shared. Role changes are assumed to take no time until one is measured, so that a first change
+    is tried.
     """
 
     samples: int

@@ -24,7 +24,7 @@ class Role(StrEnum):
     JOINING = "joining"  # a process is starting, or entering the gradient exchange
     ROLLOUT = "rollout"
     TRAIN = "train"
-    DRAINING = "draining"  # finishing what runs, taking nothing new
+    DRAINING = "draining"  # finishes its work, and accepts no new work
     FAILED = "failed"  # its process has ended
 
 
@@ -80,7 +80,7 @@ class Transition:
 
     before: Allocation | None
     after: Allocation
-    moves: tuple[Move, ...]  # in the order in which they are made; groups of a cluster all end before others begin
+    moves: tuple[Move, ...]  # in order; on a cluster, all groups that end come before groups that begin
 
     @property
     def rebuckets(self) -> bool:
@@ -145,8 +145,9 @@ def device_transition(
     kept = _kept_engines(devices, wanted)
     may_train = sorted(
         (device for device in devices if Role.TRAIN in device.allowed),
-        # Devices that can only train come first; then those that train already; then those whose engine is not kept,
-        # first one for the longest contexts: the engine that replaces it can start before it ends.
+        # Devices that can only train come first, then devices that train already, then devices whose engine is not
+        # kept. Of these, an engine for the longest contexts comes first, so that its replacement can start before it
+        # ends.
         key=lambda d: (
             Role.ROLLOUT in d.allowed,
             d.duty.role is not Role.TRAIN,
@@ -237,7 +238,7 @@ def group_transition(
     new = Counter(map(_located, placement)) if known else _groups(wanted)
     stops = [Move(where, duty, IDLE) for where, duty in (old - new).elements()]
     starts = [Move(where, IDLE, duty) for where, duty in (new - old).elements()]
-    # Engines before replicas on either side; longer engines start before shorter ones.
+    # In both lists, engines come before replicas. Engines for longer contexts start first.
     starts.reverse()
     by_role = [sorted(moves, key=_replicas_last) for moves in (stops, starts)]
     return Transition(before, wanted, (*by_role[0], *by_role[1]))

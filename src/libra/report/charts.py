@@ -28,7 +28,7 @@ from libra.report.vega import (
 )
 from libra.report.words import plain
 
-MAX_POINTS = 240  # of one line: two pixels each at the width of a figure
+MAX_POINTS = 240  # of one line; each has two pixels at the width of a figure
 MAX_COLUMNS = 110
 _HEIGHT = 175  # px, of a plot
 

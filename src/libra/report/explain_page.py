@@ -38,9 +38,12 @@ def explain_page(
     alarms: Sequence[str] = (),
     finalists: Sequence[tuple[str, str, str, str]] = (),
 ) -> str:
-    """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
-    shortest first, for the distribution above the buckets. `answer` are the sentences at its top, `alarms` its
-    warnings, `finalists` the rows of simulated plans (see `plan_headline`)."""
+    """The page of an explanation. `title` names what was planned.
+
+    `classes` are (longest context in tokens, share of trajectories), shortest first, for the distribution above the
+    buckets. `answer` has the sentences at the top of the page, `alarms` its warnings, and `finalists` the rows of
+    simulated plans (see `plan_headline`).
+    """
     plans = [(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
     otherwise = [(other.decision, other.plan) for other in explanation.otherwise]
     # The widest of both tables, so that they compare.

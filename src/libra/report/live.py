@@ -59,7 +59,7 @@ class RunView:
     phase: str = ""
     messages: tuple[str, ...] = ()  # the latest few
     left: float | None = None  # seconds that the remaining steps need
-    lending: str = ""  # a step's use of the lent devices; empty: there are none
+    lending: str = ""  # a step's use of the lent devices; empty: no device is lent
 
 
 class Display(Protocol):

@@ -58,7 +58,7 @@ def cost_words(offer: OfferedCluster, found: Comparison) -> str:
 
 
 def split_words(plan: Plan) -> str:
-    """`16 + 32`: GPUs that train and generate."""
+    """GPUs that train, and GPUs that generate, as a text: `16 + 32`."""
     training = sum(group.devices for group in plan.placement if group.role == "train")
     generating = sum(group.devices for group in plan.placement if group.role != "train")
     return f"{training} + {generating}"

@@ -149,7 +149,7 @@ def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis)
 
 
 def _bounds_table(roles: RolesView, push: bool) -> CardTable:
-    """The possible bottlenecks of the run; the actual one is marked."""
+    """The possible bottlenecks of the run; the actual bottleneck is marked."""
     found = roles.metrics
     engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
     pulls = f"{plural(found.begun, 'push', 'pushes') if push else plural(found.begun, 'pull')}, {size(found.bytes)}"

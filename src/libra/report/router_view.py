@@ -13,7 +13,7 @@ from libra.trajectory import Turn
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine. None: not reported."""
+    """An engine. A field is None if the engine does not report it."""
 
     id: str
     bucket: int

@@ -196,7 +196,7 @@ def _lent(log: RunLog) -> str:
 
 
 def _net(log: RunLog) -> tuple[int, float, str]:
-    """Taken decisions with a known gain: their number, their total saved seconds, and its error."""
+    """Taken decisions with a known gain: their number, the total of saved seconds, and the error of this total."""
     known = [it for it in outcomes(log) if it.net_seconds is not None]
     errors = [it.error_seconds for it in known if it.error_seconds is not None]
     error = f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"

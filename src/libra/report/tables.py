@@ -1,4 +1,6 @@
-"""Terminal tables of a log of trajectories or a device, which only show given numbers. An unknown value is a dash."""
+"""Terminal tables of a log of trajectories, and of a device's calibration. They show only given numbers; a dash is an
+unknown value.
+"""
 
 from __future__ import annotations
 

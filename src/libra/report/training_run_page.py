@@ -27,7 +27,7 @@ class RunChapter:
 
 
 def training_run_page(outcome: SimulatedRun, planned: float, title: str) -> str:
-    """`planned` is the plan's seconds of a step; `title` names the simulated run."""
+    """The page of a simulated run. `planned` is the plan's seconds of a step; `title` names the run."""
     chapters: list[RunChapter] = [made(outcome) for made in offered("training run page")]
     return render(
         "training_run.html",

@@ -52,7 +52,7 @@ def ends(low: float, high: float) -> tuple[float, float]:
 
 
 def draw(chart: Layers, y_label: str, width: int, height: int, marked: bool = False) -> Markup:
-    """Draw a chart as an SVG element; `height` is that of the plot."""
+    """Draw a chart as an SVG element; `height` is the height of the plot."""
     titled = (
         {"title": alt.Title(y_label, anchor="start", frame="bounds", offset=8 if marked else 14)} if y_label else {}
     )

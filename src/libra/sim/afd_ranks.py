@@ -19,7 +19,7 @@ from libra.sim.engines_keys import AfdSection
 
 
 def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
-    """Raises ValueError unless the model can be divided over these ranks, and FFN ranks have the memory."""
+    """Raises ValueError unless the model can be divided over the ranks of `afd`, and FFN ranks have enough memory."""
     section, model = engine.section, engine.model
     for option, off in (
         ("pipeline_parallel_size", 1),
@@ -31,8 +31,8 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
             raise ValueError(f"afd with {option} is not simulated: leave one of them out")
     if afd.micro_batches > section.max_num_batched_tokens:
         raise ValueError(
-            f"afd.micro_batches is {afd.micro_batches}, and an iteration has {section.max_num_batched_tokens} tokens"
-            " (max_num_batched_tokens): lower it"
+            f"afd.micro_batches is {afd.micro_batches}, more than max_num_batched_tokens,"
+            f" {section.max_num_batched_tokens}: lower it"
         )
     refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
     if refused is not None:
@@ -44,8 +44,8 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     memory = section.gpu_memory_utilization * gpu.usable
     if held > memory:
         raise ValueError(
-            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and their activations, of"
-            f" {memory / 1e9:.0f} GB: raise it, or lower max_num_batched_tokens"
+            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and their activations, but"
+            f" has {memory / 1e9:.0f} GB: raise afd.ffn, or lower max_num_batched_tokens"
         )
 
 
@@ -89,5 +89,5 @@ def _ranks(afd: AfdSection) -> AttentionFFN:
 
 
 def _ffn_gpu(afd: AfdSection) -> GPU | None:
-    """The GPU of FFN ranks; None: the same as for attention."""
+    """The GPU of FFN ranks; None: the GPU of the attention ranks."""
     return None if afd.ffn_gpu is None else gpu_of(afd.ffn_gpu, "afd.ffn_gpu")

@@ -1,8 +1,8 @@
 """The event loop of a simulation.
 
-Invariant: events have one total order: by tick, then by kind, then by the number of the engine or the request, or by
-the order in which they were added. After the last event of a tick, affected engines plan their next step, in the order
-of their numbers. So the outcome does not depend on how often an engine was visited.
+Invariant: events have one total order: by tick, then by kind, then by number. The number is that of the engine or the
+request, or the place in the order of addition. After the last event of a tick, affected engines plan their next step,
+in the order of their numbers. So the outcome does not depend on how often an engine was visited.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class SimCluster(ClusterState):
 
     def run(self) -> None:
         """Run until all requests have finished, until the time limit, or until the end of a tick in which `pause` was
-        called. The next call continues from there. Raises RuntimeError if requests wait for an engine that never
+        called. The next call continues from that tick. Raises RuntimeError if requests wait for an engine that never
         appears.
         """
         self._pausing = False
         collecting = gc.isenabled()
-        gc.disable()  # there are no reference cycles, and looking for them would take a third of the time
+        gc.disable()  # a simulation makes no reference cycles, and the search for them takes a third of the time
         try:
             if not self._begun:
                 self._begun = True
@@ -41,7 +41,7 @@ class SimCluster(ClusterState):
         if unplaced and not self.partial and not self._pausing:
             first = unplaced[0]
             raise RuntimeError(
-                f"{len(unplaced)} requests wait for an engine forever, the first is {first.number}:"
+                f"{len(unplaced)} requests wait forever for an engine, first request {first.number}:"
                 f" {self.placer.refusal(first)}"
             )
 
@@ -57,7 +57,7 @@ class SimCluster(ClusterState):
                 else:
                     self._happen(what)
                 continue
-            # No more events at this tick: engines that were touched plan their next step.
+            # After the last event of this tick, affected engines plan their next step.
             now = self.now
             for index in sorted(deciding) if len(deciding) > 1 else deciding:
                 engine = engines[index]
@@ -95,11 +95,11 @@ class SimCluster(ClusterState):
             what(self.now)
 
     def _interrupted(self, engine: SimEngine, now: int) -> None:
-        """Let the requests that stopped while an engine planned continue on other engines."""
+        """Let requests that the engine stopped while it planned continue on other engines."""
         if not engine.borrowed:
             self._go_on(engine)
             return
-        # Other engines may have decided at this tick, or may be at a boundary that no event had to visit.
+        # Some engines have already decided at this tick, or are at a boundary without an event.
         stopped, engine.interrupted = engine.interrupted, []
         self._events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
 
@@ -133,7 +133,7 @@ class SimCluster(ClusterState):
         self.frontend.arrive(request)
 
     def _stop(self, now: int) -> None:
-        """Stop at the time limit, and report open requests as unfinished."""
+        """Stop at the time limit, and mark open requests as unfinished."""
         self.now = now
         self.partial = True
         for engine in self.engines:

@@ -1,7 +1,7 @@
 """The engines of a simulation, the front end of their requests, and the changes to both during the simulation.
 
-Invariant: an engine keeps its number for good, whether or not it is still in service. Code that touches an engine
-makes sure that the engine plans at this tick, and that the end of the plan is an event.
+Invariant: an engine keeps its number forever, even after it has left service. Code that changes an engine makes sure
+that the engine plans at this tick, and that the end of the plan is an event.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from libra.sim.push_frontend import PushFrontend
 from libra.sim.workload.caller import Caller
 from libra.sim.workload.requests import Workload
 
-EngineMaker = Callable[..., SimEngine]  # as `SimEngine(config, cost, index, exact=, trace=, defers=)`
+EngineMaker = Callable[..., SimEngine]  # called like `SimEngine(config, cost, index, exact=, trace=, defers=)`
 
 
 class ClusterState:
-    """State of a cluster that `SimCluster` runs.
+    """State of a cluster that `SimCluster` runs. Actions (`at`) may add and close engines.
 
-    `limits` are the largest final contexts of the buckets, shortest first; without them all engines are one bucket.
-    `trace` gets every iteration, including skipped ones; `watch` gets each engine after it planned, and the tick.
-    `exact` visits every iteration: the same outcome of every request, slower. Actions may also add and close engines:
-    see `at`. A request that no engine can hold is refused, or with `patient` waits until engines change. With
-    `kv_moves` a trajectory's KV follows it to another engine if that is faster than recomputing it. Engines may have
-    roles: `kv_transfer` is the network for KV from prefill to decode, and `decode_route` chooses the decode engine.
-    Without `keep`, `requests` stays empty.
+    `limits` are the largest final contexts of the buckets, shortest first; without limits all engines are one bucket.
+    `trace` gets every iteration, including skipped ones. `watch` gets each engine after it has planned, and the tick.
+    `exact` visits every iteration, which is slower and gives every request the same outcome. A request that fits no
+    engine is refused, or with `patient` waits until engines change. With `kv_moves` a trajectory's KV follows it to
+    another engine if that is faster than recomputation. Engines may have roles: `kv_transfer` is the network for KV
+    from prefill to decode, and `decode_route` chooses the decode engine. Without `keep`, `requests` stays empty.
     """
 
     def __init__(
@@ -66,24 +65,24 @@ class ClusterState:
         decode_route: Policy | None = None,
         interrupted: Callable[[Request, int], Request] | None = None,
     ) -> None:
-        """`interrupted` makes the request that continues a stopped one, given the tick. By default the rest of a
-        stopped request becomes a new request, numbered after all others."""
+        """`interrupted(request, tick)` makes the request that continues a stopped request. By default this is a new
+        request with a number after all others."""
         check_engines(specs, limits)
         check_roles(specs, kv_transfer, [update.refresh for update in updates], may_come=patient)
         check_groups(specs, [update.engines for update in updates])
         entries = sum(spec.role.takes == "prompt" for spec in specs)
         if route is None and (entries > 1 or patient):
-            raise ValueError(f"there are {entries} engines and no policy: give one")
+            raise ValueError(f"route is missing for {entries} engines: give a policy")
         if decode_route is None and len(specs) - entries > 1:
-            raise ValueError(f"there are {len(specs) - entries} decode engines and no decode_route: give one")
+            raise ValueError(f"decode_route is missing for {len(specs) - entries} decode engines: give a policy")
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
-        self.engines: list[SimEngine] = []  # all that ever existed
+        self.engines: list[SimEngine] = []  # all engines that ever existed
         self.groups: list[RankGroup] = []
         self.specs: list[EngineSpec] = []
-        self.requests: list[Request] = []  # all that arrived, in the order of arrival
+        self.requests: list[Request] = []  # all requests that have arrived, in the order of arrival
         self.now = 0
-        self.partial = False  # the time limit came before the end
+        self.partial = False  # whether the time limit came before the end
         self.workload = workload
         decoders = None if kv_transfer is None else Placer(decode_route, limits, turn_tokens)
         self.placer = Placer(route, limits, turn_tokens, decoders)
@@ -111,7 +110,7 @@ class ClusterState:
         self._deciding: set[int] = set()  # engines that have to decide at this tick
         self._draining: dict[int, Callable[[int], None]] = {}  # engines that drain, and the action that follows
 
-    # What the maker of the workload may do to the cluster while it runs
+    # For workloads and actions, while the cluster runs
 
     @property
     def moved_tokens(self) -> int:
@@ -125,7 +124,7 @@ class ClusterState:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the caches of the engines in service hold."""
+        """Total tokens for which the engines in service have KV memory."""
         return sum(self.specs[it.engine.index].config.kv_tokens for it in self.placer.fleet.instances)
 
     def generated(self, request: Request) -> int:
@@ -139,17 +138,18 @@ class ClusterState:
         self._pausing = True
 
     def at(self, tick: int, action: Callable[[int], None]) -> None:
-        """Call `action` at a tick that is not over: after the ends at that tick, before its arrivals."""
+        """Call `action` at `tick`, which must not be over: after the ends of plans and before the arrivals of that
+        tick."""
         if tick < self.now:
-            raise ValueError(f"tick {tick} is in the past; now is {self.now}")
+            raise ValueError(f"tick {tick} is in the past; give {self.now}, the present, or more")
         self._events.act(tick, action)
 
     def submit(self, request: Request) -> None:
-        """Add a request that arrives now or later, in addition to those of the workload."""
+        """Add a request to those of the workload. It arrives now or later."""
         self._events.arrive(request)
 
     def update(self, update: WeightUpdate) -> None:
-        """Begin one more weight update now."""
+        """Begin a weight update now."""
         if update.refresh:
             self.frontend.refreshed()
         for engine in [engine for placer in self.frontend.placers for engine in placer.engines()]:
@@ -157,28 +157,28 @@ class ClusterState:
                 self.changed(engine, engine.pause(Pause(update.pause, update.refresh), self.now))
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
-        """Assign engines, by name, to these buckets from now on."""
+        """Change the buckets' limits, and assign engines, by name, to buckets."""
         for placer in self.frontend.placers:
             placer.reallocate(limits, buckets)
         self.frontend.look_again()
 
     def add(self, spec: EngineSpec, make: EngineMaker = SimEngine) -> SimEngine:
-        """Put an engine into service, and return it. Raises ValueError for a rank: groups are fixed from the
-        beginning."""
+        """Put an engine into service, and return it. Raises ValueError for a rank, since groups never change."""
         if spec.group is not None:
-            raise ValueError(f"{spec.name} is a rank of {spec.group.name}: a group exists from the start")
+            raise ValueError(f"{spec.name} is a rank of {spec.group.name}: give groups at the start of the simulation")
         self._add([spec], make)
         self.frontend.look_again()
         return self.engines[-1]
 
     def close(self, name: str) -> None:
-        """Stop an engine at the end of the current iteration; its requests continue on other engines. For a rank of a
-        group, stop the whole group."""
+        """Stop an engine at the end of the current iteration; its requests continue on other engines. The name of a
+        rank stops its whole group."""
         self._close(self._out_of_service(name))
 
     def drain(self, name: str, then: Callable[[int], None]) -> None:
-        """Send an engine no more requests, and close it once it has finished its requests and keeps no KV for others.
-        `then` is called with the tick. The engine keeps its weights. Raises ValueError for a rank of a group."""
+        """Send an engine no more requests, and close it once it has finished its requests and keeps no KV for other
+        engines. Then call `then` with the tick. The engine keeps its weights. Raises ValueError for a rank of a
+        group."""
         engine = self._out_of_service(name)
         if isinstance(engine.clock, RankGroup):
             raise ValueError(f"engine {name} is a rank of a group, which is not drained: close it")
@@ -222,7 +222,7 @@ class ClusterState:
         self.specs += specs
 
     def _group(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
-        """Give the ranks of each group their clock."""
+        """Give the ranks of each group their common clock."""
         ranks: dict[str, tuple[GroupSpec, list[Rank]]] = {}
         for spec, engine in zip(specs, engines, strict=True):
             if isinstance(engine, Rank) and spec.group is not None:
@@ -232,7 +232,8 @@ class ClusterState:
         ]
 
     def _empty(self, engine: SimEngine) -> None:
-        """Release everything on a closing engine at a boundary, unless it has other batches in flight."""
+        """Stop everything on a closing engine that is at a boundary. If other batches are in flight, the next boundary
+        continues this."""
         if engine.plan(self.now) is not None:
             self._events.end(engine)
         if engine.ended:
@@ -242,7 +243,7 @@ class ClusterState:
             self.frontend.closed(engine, self.now)
 
     def _go_on(self, engine: SimEngine) -> None:
-        """Let the requests that were stopped on an engine arrive again, now."""
+        """Let the requests that an engine has stopped arrive again now."""
         stopped, engine.interrupted = engine.interrupted, []
         self.frontend.go_on(engine, stopped, self.now)
 
@@ -268,7 +269,8 @@ class ClusterState:
             self._deciding.add(engine.index)
 
     def ended(self, request: Request) -> None:
-        """Note that a request is finished, cancelled or refused, and submit the one that follows it, if any."""
+        """Note that a request is finished, cancelled or refused, and submit the request that the workload makes
+        then."""
         for placer in self.frontend.placers:
             placer.ended(request)
         following = self.workload.finished(request, self.now)

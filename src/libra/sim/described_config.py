@@ -1,4 +1,4 @@
-"""The configuration of an engine in a file: the given keys, completed by its model and the memory of its GPUs.
+"""The configuration of an engine in a file. The file's keys are completed from the model and the memory of the GPUs.
 
 Invariant: an impossible configuration is refused in a line that begins with the key.
 """
@@ -26,10 +26,12 @@ def described_config(engine: DescribedEngine) -> EngineConfig:
     """The configuration of an engine. Raises ValueError that begins with the key."""
     section, model, longest = engine.section, engine.model, engine.longest
     if longest > model.max_context:
-        raise ValueError(f"max_model_len is {longest}; {model.name} is made for {model.max_context} tokens: lower it")
+        raise ValueError(
+            f"max_model_len is {longest}, but {model.name} is made for {model.max_context} tokens: lower it"
+        )
     if section.pipeline_parallel_size > model.layers:
         raise ValueError(
-            f"pipeline_parallel_size is {section.pipeline_parallel_size}; {model.name} has {model.layers} layers:"
+            f"pipeline_parallel_size is {section.pipeline_parallel_size}, but {model.name} has {model.layers} layers:"
             " lower it"
         )
     blocks, grouped = section.kv_blocks, grouped_layers(engine)
@@ -48,7 +50,7 @@ def described_config(engine: DescribedEngine) -> EngineConfig:
         engine.note(told(engine, grouped))
     if section.enforce_eager:
         if section.capture_sizes:
-            raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
+            raise ValueError("enforce_eager is true, but capture_sizes are given: leave one of them out")
     elif section.host != "none" and not section.capture_sizes:
         each = 1 if section.speculative is None else 1 + section.speculative.num_speculative_tokens
         given["capture_sizes"] = capture_sizes(engine.seqs, section.max_num_batched_tokens, tokens_each=each)
@@ -77,7 +79,7 @@ def _drafts(engine: DescribedEngine) -> Speculative | None:
 
 def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) -> int:
     section, model, tp, stored = engine.section, engine.model, engine.tp, engine.quantization
-    weights, more = 0.0, 0.0  # a drafter's; its KV bytes for each byte of the model's KV
+    weights, more = 0.0, 0.0  # bytes of a drafter's weights; its KV bytes for each byte of the model's KV
     divided, drafts = section.data_parallel_size > 1, section.speculative
     if drafts is not None and drafts.method != "ngram":
         try:
@@ -108,7 +110,7 @@ def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) ->
 
 
 def _no_room(engine: DescribedEngine, tokens: int) -> str:
-    """Reason why there is KV memory for only `tokens` tokens: names the key whose usual value would make room."""
+    """Reason why the KV memory has room for only `tokens` tokens. It names the key whose usual value would suffice."""
     section = engine.section
     left = (
         f"{engine.model.name} leaves KV memory for {tokens:,} tokens on {engine.gpus} x {engine.gpu.name}, less than"

@@ -22,13 +22,13 @@ from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.engines_keys import EngineSection, NodeSection, RanksSection
 
-_LARGE = 70 * 2.0**30  # bytes of a GPU that takes 1,024 sequences, as vLLM says
-_NODE = 8  # GPUs of the node that an engine is assumed to run on, unless its tensor parallelism needs more
+_LARGE = 70 * 2.0**30  # bytes: vLLM runs 1,024 sequences on GPUs with this memory or more
+_NODE = 8  # assumed GPUs of a node, unless tensor parallelism needs more
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedEngine:
-    """An engine in a file. `note` gets the source of times, if it is unusual."""
+    """An engine in a file. `note` gets a line on unusual parts, such as the source of times."""
 
     section: EngineSection
     model: ModelSpec
@@ -47,7 +47,7 @@ class DescribedEngine:
 
     @property
     def gpus(self) -> int:
-        """GPUs of an engine, or of one of its ranks."""
+        """Number of GPUs of an engine, or of one of its ranks."""
         return self.tp * self.section.pipeline_parallel_size
 
     @property
@@ -78,7 +78,7 @@ class DescribedEngine:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe by which profiles of the engine's times are looked up."""
+        """The recipe with which profiles of the engine's times are found."""
         weights, kv = self.section.quantization, self.section.kv_cache_dtype
         return Recipe(batch=1, samples_per_prompt=1, max_length=self.longest, rollout_dtype=weights, kv_cache_dtype=kv)
 
@@ -98,7 +98,7 @@ class DescribedEngine:
 def described_engine(
     section: EngineSection, key: str, beside: Path, note: Callable[[str], None] = lambda _: None
 ) -> DescribedEngine:
-    """The engine of a section, whose key is `key`. Raises ValueError that begins with the key."""
+    """Make the engine of the section at `key`. Raises ValueError that begins with the key."""
     try:
         model = load_model(section.model, note)
     except ConfigError as error:
@@ -136,9 +136,12 @@ def _nodes(section: EngineSection, gpu: GPU) -> NodeClass:
             key = "network_bandwidth" if str(error).startswith("inter") else "gpu"
             raise ValueError(f"{key}: {error}") from None
     if tp > told.gpus:
-        raise ValueError(f"node.gpus is {told.gpus}, and tensor_parallel_size {tp}: it stays within a node, lower it")
+        raise ValueError(
+            f"node.gpus is {told.gpus}, fewer than tensor_parallel_size, {tp}: lower tensor_parallel_size, which stays"
+            " within a node"
+        )
     if network != RanksSection().network_bandwidth:
-        raise ValueError("network_bandwidth is given, and node, which has inter_bandwidth: leave one of them out")
+        raise ValueError("network_bandwidth is given, but node has inter_bandwidth: leave one of them out")
     try:
         intra = gpu.link if told.intra_bandwidth is None else _rate("intra_bandwidth", told)
         return NodeClass(section.name, 1, told.gpus, gpu, intra, inter_bandwidth=_rate("inter_bandwidth", told))

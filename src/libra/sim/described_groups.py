@@ -1,4 +1,4 @@
-"""KV cache groups of an engine in a file: given ones, or those that vLLM forms from its model's layers.
+"""KV cache groups of an engine in a file: the file's groups, or the groups that vLLM forms from the model's layers.
 
 Invariant: a model whose layers all read the whole context has no groups, and uses the simulator's own blocks.
 """
@@ -14,13 +14,13 @@ _REMEDY = "leave it out, or set disable_hybrid_kv_cache_manager to true"
 
 
 def grouped_layers(engine: DescribedEngine) -> GroupedLayers | None:
-    """Groups of an engine's model; None: the model needs none, or the section lists its own. Raises ValueError that
-    begins with the key if the simulator does not support groups with it."""
+    """Groups of an engine's model; None: the model needs no groups, or the section lists groups. Raises ValueError, for
+    a key that the simulator does not support together with groups."""
     section, model = engine.section, engine.model
     if section.kv_groups or model.even:
         return None
     if any(isinstance(kind.mixer, CompressedAttention) for kind in model.kinds):
-        return None  # vLLM packs the pages of this model in another way: KV counts as at the longest context
+        return None  # vLLM packs this model's pages differently; its KV per token is that at the longest context
     layers = kv_layers(model, engine.quantization.kv_number(model).bytes, engine.tp)
     if section.disable_hybrid_kv_cache_manager:
         return group_layers(whole_layers(layers), section.block_size)
@@ -38,7 +38,7 @@ def grouped_layers(engine: DescribedEngine) -> GroupedLayers | None:
 
 
 def told(engine: DescribedEngine, grouped: GroupedLayers) -> str:
-    """Notes on the formed groups."""
+    """A note on the groups that were formed."""
     groups = [
         f"{layers} x {group.kind}{f' {group.tokens}' if group.tokens else ''}"
         for group, layers in zip(grouped.groups, grouped.layers, strict=True)

@@ -1,4 +1,4 @@
-"""KV tiers in files, of one engine or of the engines on a menu.
+"""KV tiers in files that describe an engine, or the engines on a menu.
 
 Invariant: an impossible tier is refused in a line that begins with the key.
 """
@@ -41,9 +41,8 @@ class DescribedTier:
 def tiers_of(
     given: Sequence[DescribedTier], key: str, longest: str, tokens: int, block_size: int, kv_bytes: float, gpus: int
 ) -> tuple[KVTier, ...]:
-    """The tiers of an engine of `gpus` GPUs; `kv_bytes` are a token's KV bytes on all these GPUs. Each tier must hold a
-    request of `tokens` tokens; in errors, `longest` and the number of tokens name this request. Raises ValueError that
-    begins with the key."""
+    """The tiers of an engine. `kv_bytes` are a token's KV bytes on all `gpus` GPUs together. Each tier must have room
+    for `tokens` tokens, which errors call `longest`. Raises ValueError that begins with the key."""
     tiers: list[KVTier] = []
     block_bytes = block_size * kv_bytes
     for place, it in enumerate(given):
@@ -51,21 +50,21 @@ def tiers_of(
         held = chunks * it.blocks_per_chunk * block_size
         if held < tokens:
             raise ValueError(
-                f"{key}.{place}.gib is {it.gib:g}, so tier {it.name} holds {held:,} tokens; {longest} {tokens:,} tokens"
-                " must fit: raise gib, or make the longest request shorter"
+                f"{key}.{place}.gib is {it.gib:g}: {it.name} has room for {held:,} tokens, less than {longest}"
+                f" {tokens:,}: raise gib, or shorten the request"
             )
         if any(it.name == other.name for other in given[:place]):
-            raise ValueError(f"{key}.{place}.name is {it.name}, as in an earlier tier: give each tier another name")
+            raise ValueError(f"{key}.{place}.name is {it.name}, the name of another tier: give each tier its own name")
         if it.blocks_per_chunk != given[0].blocks_per_chunk:
             raise ValueError(
-                f"{key}.{place}.blocks_per_chunk is {it.blocks_per_chunk}, that of {given[0].name}"
-                f" {given[0].blocks_per_chunk}: chunks move between tiers, so give all tiers the same number"
+                f"{key}.{place}.blocks_per_chunk is {it.blocks_per_chunk}, but that of {given[0].name} is"
+                f" {given[0].blocks_per_chunk}: chunks move between tiers, so make them equal"
             )
         bandwidth = it.bandwidth * (1 if it.shared else gpus)
         if tokens * kv_bytes > _SLOWEST * bandwidth:
             raise ValueError(
-                f"{key}.{place}.bandwidth is {it.bandwidth:g} bytes/s: {longest} {tokens:,} tokens would be under way"
-                f" to {it.name} for more than {_SLOWEST / 60:.0f} minutes: raise bandwidth"
+                f"{key}.{place}.bandwidth is {it.bandwidth:g} bytes/s: a transfer of {longest} {tokens:,} to {it.name}"
+                f" would take more than {_SLOWEST / 60:.0f} minutes: raise bandwidth"
             )
         tiers.append(
             KVTier(

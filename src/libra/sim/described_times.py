@@ -1,6 +1,6 @@
-"""Durations of the iterations of an engine in a file: its kernels, those of its drafter, and the host.
+"""Durations of the iterations of an engine in a file: the engine's kernels, its drafter's kernels, and the host.
 
-Invariant: every time has a source; a missing time is refused in a line that begins with the key.
+Invariant: every time has a source. An engine without a time is refused in a line that begins with the key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_host(engine: DescribedEngine) -> None:
 
 
 def of_profile(error: ValueError) -> ValueError:
-    """The error of a command's option, under the file's key."""
+    """The error of the option `--profile`, renamed to the file's key."""
     return ValueError(f"profile: {str(error).removeprefix('--profile ')}")
 
 
@@ -42,13 +42,14 @@ def described_grid(engine: DescribedEngine) -> EngineGrid:
     except ValueError:
         known = ", ".join(str(grid.tp) for grid in profile.engines)
         raise ValueError(
-            f"tensor_parallel_size is {engine.tp}; engine times ({profile.source}) are known for {known}: take one"
+            f"tensor_parallel_size is {engine.tp}, but engine times ({profile.source}) are known only for {known}: give"
+            " one of these"
         ) from None
 
 
 def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None:
-    """The times of the drafter: a model of its own, or one layer of the engine's model, whose times are `grid`. Raises
-    ValueError that begins with the key."""
+    """The times of the drafter; None without a drafter. The drafter is a model of its own, or one layer of the engine's
+    model, whose times are `grid`. Raises ValueError that begins with the key."""
     drafts = engine.section.speculative
     if drafts is None or drafts.method == "ngram":
         return None
@@ -57,7 +58,9 @@ def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None
     try:
         small = load_model(drafts.model)
         if small.max_context < engine.longest:
-            raise ValueError(f"{small.name} is made for {small.max_context} tokens, fewer than max_model_len")
+            raise ValueError(
+                f"{small.name} is made for {small.max_context} tokens, fewer than max_model_len: lower max_model_len"
+            )
         section = engine.section.model_copy(update={"host": "none", "quantization": None})
         return described_grid(replace(engine, section=section, model=small, note=lambda _: None))
     except ValueError as error:
@@ -65,11 +68,11 @@ def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None
 
 
 def host_cost(engine: DescribedEngine, host: HostCost) -> HostCost:
-    """The host overhead: `host`, which is the profile's; or the section's, if `host` has no price. Raises ValueError
+    """The host overhead: `host`, from the profile, or the section's overhead if `host` has no price. Raises ValueError
     that begins with the key."""
     section, overhead = engine.section, engine.section.overhead
     if not host.priced:
         return HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
     if overhead != OverheadSection():
-        raise ValueError(f"host is {section.host}, and overhead is given: leave one of them out")
+        raise ValueError(f"host is {section.host}, but overhead is given, too: leave one of them out")
     return replace(host, overlapped=True) if section.async_scheduling else host

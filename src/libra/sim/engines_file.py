@@ -1,7 +1,7 @@
 """Engines described in a YAML file.
 
-Invariant: a file describes a deployment that can be simulated, or is refused in one line that names the key and the
-remedy. Lengths are tokens, times are seconds. Keys have vLLM's names where it has them.
+Invariant: an accepted file describes a deployment that can be simulated. A refusal is one line with the key and the
+remedy. Lengths are tokens, times are seconds. Keys have vLLM's names where vLLM has the option.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from libra.sim.rank_balancer import RankBalancer
 
 
 def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None) -> Deployment:
-    """Read a file such as `examples/engines.yaml`. `note` gets the source of times, if it is unusual. Raises
-    `ConfigError`."""
+    """Read a file such as `examples/engines.yaml`. `note` gets a line on unusual parts, such as the source of times.
+    Raises `ConfigError`."""
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
     try:
@@ -51,7 +51,7 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
         if transfer is not None:
             _check_route(transfer.route, "kv_transfer.route", sticky=file.sticky)
             if transfer.push and "lease" in transfer.model_fields_set:
-                raise ValueError(f"kv_transfer.lease is {transfer.lease}; KV that is pushed has none: leave it out")
+                raise ValueError(f"kv_transfer.lease is {transfer.lease}; pushed KV has no lease: leave it out")
         return Deployment(
             tuple(engines),
             file.limits,
@@ -68,14 +68,14 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
 
 
 def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) -> tuple[EngineSpec, ModelSpec, str]:
-    """The serving engine of such a file, its model and its hardware (such as "2 x A100"). Raises `ConfigError`, also if
-    the file describes several engines: each is certified separately."""
+    """Read the one serving engine of an engines file. Returns the engine, its model and its hardware (such as "2 x
+    A100"). Raises `ConfigError`, also for a file with several engines, since each engine needs its own certificate."""
     path = Path(path)
     engines = load_engines(path, note).engines
     section = read_section(path, EnginesFile, "examples/engines.yaml").engines[0]
     if len(engines) > 1:
         raise refusal(
-            path, f"engines has {len(engines)} entries; a certificate is for one engine: give a file with one"
+            path, f"engines has {len(engines)} entries; a certificate is for one engine: give a file with one engine"
         )
     gpus = section.tensor_parallel_size * section.pipeline_parallel_size
     return engines[0], load_model(section.model), f"{gpus} x {gpu_of(section.gpu, 'gpu').name}"
@@ -87,8 +87,8 @@ def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | N
     given, decodes = section.num_reserved_decode_tokens, section.role == "decode"
     if given and not decodes:
         raise ValueError(
-            f"{key}.num_reserved_decode_tokens is {given}, and its role {section.role}: it is for engines with role"
-            " decode; leave it out"
+            f"{key}.num_reserved_decode_tokens is {given}, but role is {section.role}: only engines with role decode"
+            " have this key; leave it out"
         )
     if given is None:
         given = RESERVED_DECODE_TOKENS if decodes and transfer is not None and transfer.push else 0
@@ -96,7 +96,7 @@ def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | N
 
 
 def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
-    """The engines of a section, or their ranks. Raises ValueError that begins with the key."""
+    """Make the engines of a section, or their ranks. Raises ValueError that begins with the key."""
     section = engine.section
     numbers = range(section.count)
     names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
@@ -133,7 +133,8 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
 
 
 def _check_route(route: str, key: str, *others: str, sticky: bool) -> None:
-    """Raises ValueError that begins with the key. `others` are policies that are only allowed for this key."""
+    """Raises ValueError, which begins with the key, unless `route` can be loaded. `others` are policies that only this
+    key allows."""
     try:
         if not is_path(route):
             check_policy(route, (*POLICIES, *others))
@@ -154,7 +155,7 @@ def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
 
 
 def _check_models(file: EnginesFile) -> None:
-    """Raises ValueError if an engine could not use the KV of another."""
+    """Raises ValueError if engines exchange KV but cannot use each other's KV."""
     engines = [(f"engines.{index}", it) for index, it in enumerate(file.engines)]
     apart = [it for it in engines if it[1].role != "colocated"]
     _check_alike(apart)
@@ -166,23 +167,23 @@ def _check_models(file: EnginesFile) -> None:
         for key, tier in tiers:
             if tier != tiers[0][1]:
                 raise ValueError(
-                    f"{key}.kv_tiers: {name} is shared, and differs from that of {tiers[0][0]}: give both the same"
+                    f"{key}.kv_tiers: {name} is shared, but differs from that of {tiers[0][0]}: make both equal"
                 )
 
 
 def _check_drafters(engines: Sequence[tuple[str, EngineSection]]) -> None:
-    """Raises ValueError unless the engines' drafters store the same KV: vLLM's connectors refuse different drafters."""
+    """Raises ValueError unless the engines' drafters store the same KV; vLLM's connectors refuse different drafters."""
     kept = [(key, _drafter(it)) for key, it in engines]
     for key, drafter in kept:
         if drafter != kept[0][1]:
             raise ValueError(
-                f"{key}.speculative has {drafter} in the KV cache, and {kept[0][0]}.speculative {kept[0][1]}: KV"
-                " differs, give both roles the same drafts"
+                f"{key}.speculative has {drafter} in the KV cache, but {kept[0][0]}.speculative has {kept[0][1]}: give"
+                " both roles the same drafts"
             )
 
 
 def _drafter(section: EngineSection) -> str:
-    """The drafter whose KV is stored with the model's."""
+    """Description of the drafter whose KV is stored with the model's KV."""
     drafts = section.speculative
     if drafts is None or drafts.method == "ngram":
         return "no drafter"
@@ -202,7 +203,8 @@ def _check_alike(engines: Sequence[tuple[str, EngineSection]], *options: str) ->
             if not alike:
                 here, there = getattr(section, option), getattr(first, option)
                 raise ValueError(
-                    f"{key}.{option} is {here}, and {engines[0][0]}.{option} {there}: KV differs, name one"
+                    f"{key}.{option} is {here}, but {engines[0][0]}.{option} is {there}, so their KV differs: make both"
+                    " equal"
                 )
 
 

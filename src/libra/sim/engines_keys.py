@@ -1,6 +1,6 @@
 """The keys of a YAML file that describes engines, with their types and defaults.
 
-Invariant: keys have vLLM's names where it has them. Lengths are tokens, times are seconds.
+Invariant: keys have vLLM's names where vLLM has the option. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Seconds = Annotated[float, Field(ge=0, le=3600)]
 _Duration = Annotated[float, Field(gt=0)]
 _Flag = Annotated[bool, Field(strict=True)]
 
-BATCHED_TOKENS = 8192  # default for an iteration
+BATCHED_TOKENS = 8192  # default of `max_num_batched_tokens`
 
 
 class OverheadSection(Section):
@@ -35,16 +35,16 @@ class OverheadSection(Section):
 
     iteration: _Seconds = 0.0
     request: _Seconds = 0.0  # for each request in the iteration
-    overlapped: _Flag = False  # with the GPU's work, as asynchronous scheduling does: only the longer one counts
+    overlapped: _Flag = False  # runs during the GPU's work, as with asynchronous scheduling: only the longer counts
 
 
 class SpeculativeSection(Section):
-    """Drafts, as in vLLM's `speculative_config`. One of rates, length and `accepted` gives the number of accepted
-    drafts."""
+    """Drafts, as in vLLM's `speculative_config`. Exactly one of rates, length and `accepted` determines how many drafts
+    are accepted."""
 
     method: str
     num_speculative_tokens: Annotated[int, Field(strict=True, le=4096)]
-    model: str | None = None  # with draft_model, as an engine's
+    model: str | None = None  # draft model of the method draft_model, named like an engine's model
     synthetic_acceptance_rates: tuple[float, ...] = ()
     synthetic_acceptance_length: float | None = None
     accepted: tuple[int, ...] = ()
@@ -58,23 +58,23 @@ class SpeculativeSection(Section):
             self.synthetic_acceptance_rates,
         )
         if length is not None and (rates or self.accepted):
-            raise ValueError("accepted, synthetic_acceptance_rates or synthetic_acceptance_length: give one of them")
+            raise ValueError("give only one of accepted, synthetic_acceptance_rates and synthetic_acceptance_length")
         if length is not None:
             drafts = Speculative.of_length(self.method, count, length, self.seed)
         else:
             drafts = Speculative(self.method, count, rates, self.accepted, self.seed)
         if (self.model is None) == (self.method == "draft_model"):
             raise ValueError(
-                f"model is {self.model}, and method {self.method}: name one with draft_model, and only there"
+                f"model is {self.model} with method {self.method}: give a model with draft_model, and only there"
             )
         return drafts
 
 
 class AfdSection(Section):
-    """Attention and FFN on different ranks: the engine is a group of attention ranks and of FFN ranks with experts."""
+    """Attention and FFN on different ranks. The engine is a group of attention ranks, and of FFN ranks with experts."""
 
     attention: _Count  # ranks of tensor_parallel_size GPUs
-    ffn: _Count  # ranks of a GPU
+    ffn: _Count  # ranks of one GPU
     bandwidth: Annotated[float, Field(ge=1e6)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
     micro_batches: _Count = 2  # as in afd-plugin for vLLM
@@ -125,9 +125,9 @@ class ExpertLoadSection(Section):
 
     power_law: Annotated[float, Field(ge=0, lt=100)] = 0.0  # exponent; 0: equal loads
     frequencies: str | None = (
-        None  # instead: a JSON file, relative to this one, with rows of counts, one for each layer or for all
+        None  # instead of power_law: a JSON file, relative to this file, with a row of counts per layer, or one for all
     )
-    drift_interval: _Count | None = None  # iterations after which a power law is drawn anew
+    drift_interval: _Count | None = None  # iterations after which a power law is drawn again
     skew: Literal["expected", "drawn"] = "expected"
     seed: _Index = 0
 
@@ -163,17 +163,17 @@ class EngineSection(RanksSection):
     model: str  # config.json, its directory, or a known name
     gpu: Any  # a known name, or a mapping as in a cluster file
     node: NodeSection | None = None  # None: eight GPUs, or more if tensor parallelism needs them
-    profile: str = "auto"  # source of times: auto, tables, roofline, or a calibration file, relative to this one
+    profile: str = "auto"  # source of times: auto, tables, roofline, or a calibration file, relative to this file
     tensor_parallel_size: _Count = 1
     pipeline_parallel_size: _Count = 1
     quantization: WeightQuantization | None = None  # of the weights
     kv_cache_dtype: KVCacheDtype = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    vllm_version: str | None = None  # whose profiling run decides on memory; None: of today
-    kv_blocks: _Count | None = None  # instead of what `gpu_memory_utilization` leaves
-    max_model_len: _Count | None = None  # None: the model's
+    vllm_version: str | None = None  # whose profiling run determines KV memory; None: the latest version
+    kv_blocks: _Count | None = None  # None: as many as `gpu_memory_utilization` leaves room for
+    max_model_len: _Count | None = None  # None: the model's longest context
     block_size: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 16
-    max_num_seqs: _Count | None = None  # None: vLLM's for the GPU, see `DescribedEngine.seqs`
+    max_num_seqs: _Count | None = None  # None: vLLM's default for the GPU, see `DescribedEngine.seqs`
     max_num_batched_tokens: _Count = BATCHED_TOKENS
     enable_chunked_prefill: _Flag = True
     policy: SchedulingPolicy = "fcfs"
@@ -185,13 +185,13 @@ class EngineSection(RanksSection):
     speculative: SpeculativeSection | None = None
     afd: AfdSection | None = None
     kv_tiers: tuple[KVTierSection, ...] = ()  # the nearest first
-    kv_groups: tuple[KVGroupSection, ...] = ()  # none: those that vLLM forms out of the model's layers
+    kv_groups: tuple[KVGroupSection, ...] = ()  # empty: the groups that vLLM forms from the model's layers
     disable_hybrid_kv_cache_manager: _Flag = False  # every layer keeps the whole context
     role: RoleName = "colocated"
     kv_load_failure_policy: FailurePolicy = "fail"
-    num_reserved_decode_tokens: _Index | None = None  # None: 512 where KV is pushed, otherwise none
+    num_reserved_decode_tokens: _Index | None = None  # None: 512 if KV is pushed, otherwise 0
     enforce_eager: _Flag = False  # no CUDA graphs
-    host: str = "none"  # host overhead: none, default, or the file of a fit, relative to this one
+    host: str = "none"  # host overhead: none, default, or a file of fitted times, relative to this file
     overhead: OverheadSection = OverheadSection()
     bucket: _Index = 0
 
@@ -206,11 +206,11 @@ class UpdatesSection(Section):
 
 
 class KVTransferSection(Section):
-    """KV transfer from engines with role prefill to those with role decode."""
+    """KV transfer from engines with role prefill to engines with role decode."""
 
     bandwidth: Annotated[float, Field(ge=1e6)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
-    push: _Flag = False  # as SGLang's engines; otherwise it is pulled, as vLLM's
+    push: _Flag = False  # prefill engines push KV, as in SGLang; otherwise decode engines pull KV, as in vLLM
     lease: Annotated[float, Field(gt=0, le=86_400)] = DEFAULT_LEASE
     local_below: _Index = 0
     route: str = DEFAULT_DECODE_ROUTE

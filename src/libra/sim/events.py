@@ -18,7 +18,7 @@ from libra.sim.engine.request import Request
 class Kind(IntEnum):
     """Kinds of events, in the order of their handling within a tick."""
 
-    END = 0  # of an engine's plan, unless it was cut since
+    END = 0  # of an engine's plan, unless the plan was cut meanwhile
     CANCELLATION = 1
     UPDATE = 2  # of weights
     ACTION = 3
@@ -32,7 +32,7 @@ Event = tuple[int, Kind, int, SimEngine | RankGroup | Request | WeightUpdate | A
 
 
 class EventQueue:
-    """A heap of events. Of the requests known beforehand, it has only the next."""
+    """A heap of events. It has only the next one of the expected requests."""
 
     __slots__ = ("_actions", "_expected", "_heap", "_next")
 
@@ -41,10 +41,10 @@ class EventQueue:
         self._heap.sort(key=lambda event: event[:3])
         self._actions = 0
         self._expected: Iterator[Request] = iter(())
-        self._next: Request | None = None  # the expected request whose arrival is an event already
+        self._next: Request | None = None  # the expected request whose arrival is already an event
 
     def end(self, engine: SimEngine | RankGroup) -> None:
-        """Add the end of a plan of an engine, or of a group, that has planned or whose plan was cut."""
+        """Add the end of the plan of an engine or a group, after it has planned or its plan was cut."""
         heappush(self._heap, (engine.end, END, engine.index, engine))
 
     def act(self, tick: int, action: Action) -> None:
@@ -65,9 +65,9 @@ class EventQueue:
         heappush(self._heap, (tick, CANCELLATION, request.number, request))
 
     def until(self, limit: int | None) -> Iterator[Event | None]:
-        """Remove and yield the events up to a tick, in order, including those added meanwhile. After the last event of
-        each tick it yields None. Ends early if `goes_on` is False."""
-        heap, now = self._heap, -1  # the tick that is not over
+        """Remove and yield the events up to the tick `limit`, in order, including events that are added meanwhile.
+        Yields None after the last event of each tick. Ends early if `goes_on` is False."""
+        heap, now = self._heap, -1  # the present tick; -1 between two ticks
         while heap or now >= 0:
             if now >= 0 and (not heap or heap[0][0] != now):
                 now = -1
@@ -76,7 +76,7 @@ class EventQueue:
             event = heap[0]
             tick, kind, _, what = event
             if kind is END and isinstance(what, (SimEngine, RankGroup)):
-                if not what.busy or what.end != tick:  # that plan was cut
+                if not what.busy or what.end != tick:  # the plan was cut
                     heappop(heap)
                     continue
             elif tick != now and kind < ACTION and not self.goes_on():
@@ -100,7 +100,7 @@ class EventQueue:
         )
 
     def arrivals(self) -> list[Request]:
-        """Requests that have not arrived: first the expected ones, then the others, each in their order."""
+        """Requests that have not arrived: first the expected requests, then all others, each in their order."""
         following = [] if self._next is None else [self._next, *self._expected]
         coming = [what for _, kind, _, what in sorted(self._heap) if kind is ARRIVAL and what is not self._next]
         return following + [request for request in coming if isinstance(request, Request)]

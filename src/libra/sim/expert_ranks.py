@@ -33,45 +33,49 @@ _FREQUENCIES = TypeAdapter(tuple[tuple[float, ...], ...])
 
 
 def check_ranks(engine: DescribedEngine) -> None:
-    """Raises ValueError unless these ranks can divide the model's experts."""
+    """Raises ValueError unless the engine's ranks can divide the model's experts."""
     section, model = engine.section, engine.model
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
     if dp == 1:
         for key, given in RanksSection():
             if getattr(section, key) != given:
                 raise ValueError(
-                    f"{key} is given, and data_parallel_size is 1: set it to 2 or more, or leave {key} out"
+                    f"{key} is given, but data_parallel_size is 1: set data_parallel_size to 2 or more, or leave {key}"
+                    " out"
                 )
         return
     if model.experts is None:
         raise ValueError(
-            f"data_parallel_size is {dp}; {model.name} has no experts, and its ranks would not wait for each other:"
-            " use count"
+            f"data_parallel_size is {dp}, but {model.name} has no experts, and ranks without experts are separate"
+            " engines: use count"
         )
     if not section.enable_expert_parallel:
         raise ValueError(
-            f"enable_expert_parallel is false, and data_parallel_size {dp}: experts cut by tensor parallelism over"
-            " ranks are not simulated, set it to true"
+            f"enable_expert_parallel is false with data_parallel_size {dp}: experts cut by tensor parallelism over"
+            " ranks are not simulated, so set it to true"
         )
     redundant = section.eplb_config.num_redundant_experts
     if not section.enable_eplb and section.eplb_config != EplbSection():
-        raise ValueError("eplb_config is given, and enable_eplb is false: set it to true")
+        raise ValueError("eplb_config is given, but enable_eplb is false: set enable_eplb to true")
     slots = model.experts.count + redundant
     if slots % gpus:
         key = "eplb_config.num_redundant_experts" if redundant else "data_parallel_size"
         remedy = f"{-model.experts.count % gpus}" if redundant or section.enable_eplb else "a divisor"
         raise ValueError(
-            f"{key} is {redundant or dp}: {slots} experts of {model.name} are not divided by {gpus} GPUs; take {remedy}"
+            f"{key} is {redundant or dp}: {slots} experts of {model.name} cannot be divided by {gpus} GPUs; give"
+            f" {remedy}"
         )
     load = section.expert_load
     if load.frequencies is not None and (load.power_law or load.drift_interval):
-        raise ValueError("expert_load: frequencies are given, and power_law or drift_interval: leave one of them out")
+        raise ValueError("expert_load: frequencies exclude power_law and drift_interval: leave one of them out")
     if load.drift_interval is not None and not load.power_law:
-        raise ValueError("expert_load.drift_interval is given, and power_law is 0: raise that, or leave it out")
+        raise ValueError(
+            "expert_load.drift_interval is given, but power_law is 0: raise power_law, or leave drift_interval out"
+        )
 
 
 def expert_bytes(engine: DescribedEngine) -> float:
-    """Bytes on each GPU of routed experts, redundant ones included, and of the buffers for their exchange."""
+    """Bytes per GPU of routed experts, including redundant experts, and of the buffers for their exchange."""
     section, model, quantization = engine.section, engine.model, engine.quantization
     assert model.experts is not None
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp

@@ -1,7 +1,7 @@
 """KV that follows a trajectory from one engine to another.
 
-Invariant: KV moves only if that is faster than recomputing it on the request's engine. Only KV that the source still
-has and the target lacks moves.
+Invariant: KV moves only if the transfer is faster than recomputation on the request's engine. Only KV that the source
+still has and the target lacks moves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from libra.sim.workload.caller import Caller
 
 @dataclass(frozen=True, slots=True)
 class KVMoves:
-    """Transfers over the links of a fabric. Each transfer has its engines' share of the links to itself:
-    contention is ignored. `bytes_per_token` is for all layers and heads."""
+    """Transfers over the links of a fabric. Contention is ignored: each transfer has its engines' share of the links to
+    itself. `bytes_per_token` is for all layers and heads."""
 
     bytes_per_token: float
     fabric: Fabric
@@ -35,8 +35,8 @@ class KVMoves:
         request: Request,
         now: int,
     ) -> tuple[int, int] | None:
-        """(tokens from the context's beginning, ticks of their transfer) for a request on `target`; None if recomputing
-        them is at least as fast."""
+        """(tokens from the context's beginning, ticks of their transfer) for a request on `target`; None if no KV is
+        missing there, or recomputation is at least as fast."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
         if missing <= 0:
@@ -61,7 +61,7 @@ class Handover:
     engine: SimEngine
     tokens: int  # from the context's beginning
     end: int  # tick
-    refreshes: int  # of weights, before it was sent
+    refreshes: int  # weight refreshes before the KV was sent
 
 
 class Handovers:
@@ -71,7 +71,7 @@ class Handovers:
 
     def __init__(self, moves: KVMoves, engines: Sequence[SimEngine], specs: Sequence[EngineSpec]) -> None:
         self._moves, self._engines, self._specs = moves, engines, specs
-        self.refreshes = 0  # of weights, so far: KV that was sent before the latest is of no use
+        self.refreshes = 0  # weight refreshes so far; KV that was sent before the latest refresh is useless
 
     def begin(self, request: Request, engine: SimEngine, now: int) -> Handover | None:
         """Send the part of the context on the trajectory's last engine; None: no KV moves."""
@@ -88,7 +88,8 @@ class Handovers:
         return Handover(request, engine, tokens, now + needed, self.refreshes)
 
     def complete(self, handover: Handover, now: int) -> int:
-        """Let the engine adopt KV that has arrived. Returns the tokens that are new there: 0 if of older weights."""
+        """Let the engine adopt KV that has arrived. Returns the tokens that the engine lacked; 0 if the KV is of older
+        weights."""
         if handover.refreshes != self.refreshes:
             return 0
         return handover.engine.adopt(handover.request, handover.tokens, now)

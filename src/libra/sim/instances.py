@@ -1,7 +1,7 @@
 """Views of engines for routing policies.
 
-Invariant: a policy always sees the present state. A policy that keeps engines ordered by load is notified of changed
-loads; `watch` returns False for an engine that cannot notify it.
+Invariant: a policy always sees the present state. Engines notify a policy that keeps them ordered by load of changed
+loads; `watch` returns False for an engine that cannot do so.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EngineInstance:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that are held."""
+        """Share of the KV blocks that requests hold."""
         return self.engine.kv_usage(self._now())
 
     def watch(self, changed: Callable[[], object]) -> bool:
@@ -65,16 +65,17 @@ class EngineInstance:
 
 
 class Decoders(Protocol):
-    """The engines that continue requests whose prompts are computed by others."""
+    """The engines that decode requests after other engines have computed their prompts."""
 
-    fleet: IndexedFleet[EngineInstance]  # in service now
+    fleet: IndexedFleet[EngineInstance]  # engines in service
 
 
 class PairInstance(EngineInstance):
-    """A prefill engine with the decode engines of its bucket. With several buckets, a policy compares three
-    values for the next request: speed and load of the least loaded decode engine, the load of prompts on this engine,
-    and the time for which the request's own prompt waits for these prompts. In a single bucket, all prefill engines
-    have the same decode engines, and only prompts count."""
+    """A prefill engine with the decode engines of its bucket.
+
+    With several buckets, a policy compares three values for the next request: speed and load of the least loaded decode
+    engine, the load of prompts on this engine, and the time for which the request's prompt waits for these prompts. In
+    a single bucket, all prefill engines have the same decode engines, so only prompts count."""
 
     __slots__ = ("_config", "_cost", "_decoders")
 
@@ -97,7 +98,7 @@ class PairInstance(EngineInstance):
     @property
     def prompt_wait_seconds(self) -> float:
         """Seconds to compute the present prompts, as if no part of them were cached. Turns of many trajectories
-        alternate: once they exceed the cache, each finds its context evicted by the others."""
+        alternate, so once their contexts exceed the cache, each turn finds its context evicted by the others."""
         load = self.engine.load_tokens
         if not load or len(self._decoders.fleet.limits) == 1:
             return 0.0
@@ -116,7 +117,7 @@ class PairInstance(EngineInstance):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Some of the engines in service, for a routing policy."""
+    """The engines in service that a routing policy may choose."""
 
     instances: tuple[EngineInstance, ...]
     limits: tuple[int, ...]

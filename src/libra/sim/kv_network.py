@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from math import isfinite
 
 DEFAULT_LEASE = 30.0  # seconds, as vLLM's `kv_lease_duration`
-RESERVED_DECODE_TOKENS = 512  # if KV is pushed: SGLang's `num_reserved_decode_tokens`
+RESERVED_DECODE_TOKENS = 512  # SGLang's `num_reserved_decode_tokens`, for pushed KV
 
 
 @dataclass(frozen=True, slots=True)
 class KVNetwork:
     """The network and the protocol that carry KV from prefill to decode."""
 
-    bandwidth: float  # bytes/s of the network of each of an engine's devices, in each direction
-    latency: float = 0.0  # seconds from the last byte's sending to its arrival
-    lease: float = DEFAULT_LEASE  # seconds that KV is kept for a request without a heartbeat; only for pulls
-    local_below: int = 0  # prompts with fewer tokens to compute stay on the engine that generates
-    push: bool = False  # blocks are reserved before a prompt is computed, and the engine that computed it sends its KV
+    bandwidth: float  # bytes/s of each device's network, in each direction
+    latency: float = 0.0  # seconds from sending a byte to its arrival
+    lease: float = DEFAULT_LEASE  # seconds for which a prefill engine keeps KV without a heartbeat; only for pulls
+    local_below: int = 0  # decode engines compute prompts with fewer tokens themselves
+    push: bool = False  # prefill engines send KV to blocks that are reserved before the prompt is computed
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "lease"):

@@ -1,7 +1,7 @@
 """Transfers of prompts' KV from the prefill to the decode engine, pulled or pushed.
 
-Invariant: an engine divides its bandwidth evenly among its transfers, in each direction. The end of a transfer is
-reported at the tick of the last byte, or a latency later.
+Invariant: an engine divides its bandwidth evenly among its transfers, in each direction. A transfer is reported as
+arrived one latency after its last byte was sent.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class HandedOver:
     """History of the KV of one prompt. Times are ticks; -1: never happened."""
 
     request: int  # number
-    source: int  # engine that computes the prompt
-    target: int  # engine that decodes
-    blocks: int  # that the source keeps
+    source: int  # index of the engine that computes the prompt
+    target: int  # index of the engine that decodes
+    blocks: int  # blocks that the source keeps
     computed: int = -1  # when the prompt was computed
-    reserved: int = -1  # when the target took blocks for it: before the prompt is computed if KV is pushed
+    reserved: int = -1  # when the target reserved blocks for the KV; for pushed KV, before `computed`
     size: int = 0  # bytes to transfer
     begun: int = -1  # when the transfer began
-    sent: int = -1  # when its last byte was sent, or when it was aborted and nothing arrived
-    came: int = -1
-    released: int = -1  # when the source released it; or when it was given up before it was computed
+    sent: int = -1  # when the last byte was sent, or the transfer was aborted
+    came: int = -1  # when the KV arrived
+    released: int = -1  # when the source released the KV, or gave the prompt up before it was computed
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class Prefill:
     part: Request = field(init=False)
     decoder: SimEngine | None = None  # the engine that decodes
     known_since: int | None = None  # tick from which on the decoder sends heartbeats
-    blocks: int = 0  # blocks of the decoder that wait for the KV
+    blocks: int = 0  # decoder's blocks that are reserved for the KV
     record: HandedOver | None = None
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class Prefill:
 
 
 class KVTransfers:
-    """KV transfers of a cluster with engines of these `specs`. `at` schedules an action at a tick; `came` is called at
-    the arrival of a prompt's KV, with the tick."""
+    """KV transfers of a cluster whose engines have these `specs`. `at` schedules an action at a tick. `came` is called
+    with the prefill and the tick when a prompt's KV arrives."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class KVTransfers:
         came: Callable[[Prefill, int], None],
     ) -> None:
         self.settings = settings
-        self.bytes = 0  # of transfers that began
+        self.bytes = 0  # of all transfers that have begun
         self._specs, self._at, self._came = specs, at, came
         self._latency = ticks(settings.latency)
         self._network = Network()
@@ -80,7 +80,7 @@ class KVTransfers:
         self._alarm: int | None = None  # tick of the earliest action that looks at the network
 
     def __len__(self) -> int:
-        """Transfers under way."""
+        """Number of transfers in flight."""
         return len(self._network)
 
     def __contains__(self, prefill: Prefill) -> bool:
@@ -88,7 +88,7 @@ class KVTransfers:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """(bytes sent, bytes received) by all engines, in ended transfers."""
+        """(bytes sent, bytes received) by all engines, in transfers that have ended."""
         moved = [(out, it.moved) for (_, out), it in self._links.items()]
         return sum(size for out, size in moved if out), sum(size for out, size in moved if not out)
 
@@ -100,7 +100,7 @@ class KVTransfers:
             prefill.record.begun, prefill.record.size = now, max(1, size)
 
     def drop(self, prefill: Prefill, now: int) -> None:
-        """Abort a transfer, if it is in flight: transfers that share its links end sooner."""
+        """Abort a transfer if it is in flight. Transfers that share its links then end sooner."""
         if prefill in self._network:
             self._network.drop(prefill, now)
             if prefill.record is not None:
@@ -108,7 +108,7 @@ class KVTransfers:
             self.look_again(now)
 
     def look_again(self, now: int) -> None:
-        """Schedule a check at the next end of a transfer. Called after transfers began or were aborted."""
+        """Schedule a check at the next end of a transfer. Must be called after a transfer has begun or was aborted."""
         tick = self._network.next_end()
         if tick is not None and (self._alarm is None or tick < self._alarm):
             self._alarm = max(tick, now)

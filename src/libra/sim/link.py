@@ -1,8 +1,8 @@
-"""Links that transfers share: the network of every engine.
+"""Links that transfers share, such as the networks of engines.
 
 Invariant: a transfer goes over the links of both its ends. Each link divides its bandwidth evenly among its transfers
-at any moment; a transfer gets the smaller of its two shares. Times are whole ticks, and bytes are counted in whole
-small parts, so results do not depend on the order of calls.
+at any moment; a transfer gets the smaller of its two shares. Times are whole ticks, and bytes are counted in small
+whole parts, so results do not depend on the order of calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from libra.sim.clock import TICKS
 
-_PARTS = 1 << 32  # of a byte: a link of 1 GB/s sends 4 million of them in a tick
+_PARTS = 1 << 32  # parts of a byte; a link of 1 GB/s sends 4 million parts in a tick
 
 
 @dataclass(slots=True, eq=False)
@@ -22,17 +22,17 @@ class Link:
 
     rate: int
     transfers: dict[Transfer, None] = field(default_factory=dict)
-    share: int = 0  # of each transfer
-    moved: int = 0  # bytes that have passed, of transfers that ended
+    share: int = 0  # rate of each transfer
+    moved: int = 0  # bytes of all transfers that have ended
 
     def divide(self) -> None:
-        """Compute the share of each transfer, after one began or ended."""
+        """Compute the share of each transfer, after a transfer has begun or ended."""
         self.share = max(1, self.rate // max(1, len(self.transfers)))
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A transfer in flight; `left` as of tick `since`."""
+    """A transfer in flight. `left` is the rest at tick `since`."""
 
     key: Hashable
     links: tuple[Link, Link]
@@ -44,15 +44,15 @@ class Transfer:
 
 
 class Network:
-    """Transfers in flight, and the tick at which the next one ends. `passed` is called for each interval in which a
-    transfer had one rate, from `Transfer.since` on, with the tick of its end."""
+    """Transfers in flight. `passed` is called at the end of each interval in which a transfer had one rate, with the
+    transfer and the tick; the interval began at `Transfer.since`."""
 
     __slots__ = ("_ends", "_passed", "_serial", "_transfers")
 
     def __init__(self, passed: Callable[[Transfer, int], None] | None = None) -> None:
         self._passed = passed
         self._transfers: dict[Hashable, Transfer] = {}
-        self._ends: list[tuple[int, int, Transfer]] = []  # also some that are outdated
+        self._ends: list[tuple[int, int, Transfer]] = []  # a heap, with some outdated ends
         self._serial = 0
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Network:
         self._leave(self._transfers.pop(key), now)
 
     def next_end(self) -> int | None:
-        """The tick at which the next transfer ends, unless others begin before that."""
+        """The tick at which the next transfer ends if no transfer begins earlier; None without transfers."""
         ends = self._ends
         while ends:
             tick, _, transfer = ends[0]
@@ -83,7 +83,7 @@ class Network:
         return None
 
     def ended(self, now: int) -> list[Hashable]:
-        """Take out the transfers that have ended by `now`, in the order of their ends."""
+        """Remove and return the transfers that have ended by `now`, in the order of their ends."""
         done: list[Hashable] = []
         ends = self._ends
         while ends and ends[0][0] <= now:
@@ -106,7 +106,7 @@ class Network:
         self._share_anew(transfer, now)
 
     def _share_anew(self, changed: Transfer, now: int) -> None:
-        """Compute the rates of all transfers that share a link with one that began or ended."""
+        """Compute the rates of all transfers that share a link with `changed`, which has begun or ended."""
         source, target = changed.links
         source.divide()
         target.divide()

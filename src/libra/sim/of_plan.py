@@ -1,7 +1,7 @@
 """Simulation of a plan: the rollout of its steps, or a whole run.
 
-Invariant: the simulator gets the same inputs as the planner (engines, memory, times, lengths, tools), so a difference
-between the two comes from effects that the planner's price leaves out.
+Invariant: the simulator gets the same inputs as the planner (engines, memory, times, lengths, tools). So a difference
+between simulation and plan comes from effects that the planner's price leaves out.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class PlannedRollout:
     """The plan's forecast for the rollout of `steps` steps, in seconds."""
 
     steps: int
-    work: float  # time of the engines of the busiest bucket, weight loads included
+    work: float  # time for which the engines of the busiest bucket compute, weight loads included
     longest: float  # the longest trajectory of a step, from its first token to its last
 
     @property
     def seconds(self) -> float:
-        """Seconds of the rollout alone, as if it never waited for training."""
+        """Seconds of the rollout without waits for training."""
         return max(self.work, self.longest)
 
     def error(self, simulated: float) -> float:
@@ -62,10 +62,10 @@ def simulate_plan(
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
-    """Simulate the plan's engines on the trajectories of `steps` steps, drawn from the finished ones of a log.
+    """Simulate the plan's engines on the trajectories of `steps` steps, drawn from the finished trajectories of a log.
 
-    Before the run, `route` learns from the finished trajectories of `learned`. The other arguments are those of
-    `planned_run` and `simulate`. Raises ValueError if the plan's engines cannot run, or a trajectory does not fit.
+    Before the run, `route` learns from the finished trajectories of `learned`. See `planned_run` and `simulate` for the
+    other arguments. Raises ValueError if the plan's engines cannot run, or a trajectory fits no engine.
     """
     deployment, workload = planned_run(
         plan,
@@ -93,17 +93,17 @@ def planned_run(
     unknown_tool_seconds: float | None = None,
     seed: int = 0,
 ) -> tuple[Deployment, Replay]:
-    """The plan's engines, and the trajectories of `steps` steps, drawn from the finished ones of a log.
+    """(the plan's engines, a replay of the trajectories of `steps` steps, drawn from the finished ones of a log).
 
     Each drawn trajectory is repeated `samples_per_prompt` times. `concurrency` trajectories are in flight; None: the
-    most that the plan's staleness allows. At the beginning of each step, by the plan's seconds, all engines pause for
-    new weights. A tool of unrecorded duration takes `unknown_tool_seconds`; None: the plan's assumption.
+    most that the plan's staleness allows. All engines pause for new weights at the times at which the plan begins its
+    steps. A tool of unrecorded duration takes `unknown_tool_seconds`; None: the plan's assumption.
     """
     wanted: PlanningRequest = plan.request
     if steps < 1:
         raise ValueError(f"steps is {steps}; simulate 1 step or more")
     if steps > 1 and not wanted.staleness:
-        raise ValueError(f"steps is {steps}, but those of a synchronous plan do not overlap: simulate one")
+        raise ValueError(f"steps is {steps}, but the steps of a synchronous plan do not overlap: simulate 1 step")
     total = steps * wanted.trajectories
     if samples_per_prompt < 1 or total % samples_per_prompt:
         raise ValueError(
@@ -151,12 +151,12 @@ def simulate_run(
     tenancy: BorrowedDevices | None = None,
     tell: Callable[[int], None] = lambda _: None,
 ) -> SimulatedRun:
-    """Simulate the first `steps` optimiser steps of a run of `run_of`, which would continue after them. Before the run,
-    `route` learns from the finished trajectories of `learned`. With a `tenancy` the run ends with its last step, and
-    serving requests run to their end. `tell` is called with each step."""
+    """Simulate the first `steps` optimiser steps of a longer run (`run_of`). With a `tenancy` the run has only these
+    steps, and serving requests run to their end. Before the run, `route` learns from the finished trajectories of
+    `learned`. `tell` is called with the number of each step."""
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
-    ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way at the end
+    ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches in flight at the end
     run = run_of(plan, trajectories, steps + ahead, policy, seed=seed, exact=exact, tenancy=tenancy)
     for step in range(1, steps + 1):
         run.published(step)
@@ -176,12 +176,13 @@ def run_of(
     exact: bool = False,
     tenancy: BorrowedDevices | None = None,
 ) -> PosttrainingRun:
-    """A whole run of `steps` optimiser steps by the plan, before its start. Groups are drawn from the log, prompt by
-    prompt, with the recipe's samples each; engines and trainers wait for each other according to its staleness.
+    """Make a run of `steps` optimiser steps by the plan, without starting it. Groups are drawn from the log, prompt by
+    prompt, with the recipe's number of samples. Engines and trainers wait for each other as the recipe's staleness
+    demands.
 
     `policy` routes, with its present knowledge. `tenancy` describes serving on the devices that the plan borrows;
     without it, a lent engine has the speed of its share of the device. Raises ValueError for a plan that is not for a
-    cluster, and for a trajectory that no engine of the plan holds.
+    cluster, and for a trajectory that fits no engine of the plan.
     """
     system = System("plan", plan, lambda: policy, tenancy=tenancy)
     recipe = system.request.recipe
@@ -199,7 +200,7 @@ def forecast_of(plan: Plan, steps: int = 1) -> PlannedRollout:
 
 
 def teach(policy: Policy, finished: Iterable[Trajectory]) -> None:
-    """Let a policy learn from the finished trajectories among these."""
+    """Let a policy learn from the trajectories that are finished."""
     for trajectory in finished:
         if trajectory.finished:
             policy.finished(trajectory)
@@ -210,8 +211,8 @@ def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
 
 
 def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[WeightUpdate, ...]:
-    """A plan's weight updates. Engines of one bucket pause for the bucket's stall. At the first update there is no
-    context to refresh."""
+    """A plan's weight updates. Engines pause for the stall of their bucket. The first update refreshes nothing, since
+    there are no contexts yet."""
     stalls = [ticks(price.option.stall) for price in _prices(plan)]
     members = [
         frozenset(index for index, engine in enumerate(engines) if engine.bucket == bucket)
@@ -231,12 +232,12 @@ def _require_room(trajectories: Sequence[Trajectory], longest: int) -> None:
         if trajectory.peak_context > longest:
             raise ValueError(
                 f"trajectory {trajectory.id!r} has a context of {trajectory.peak_context} tokens, more than the"
-                f" {longest} that the plan's largest engine holds: truncate it, or plan again with this log"
+                f" {longest} of the plan's largest engine: truncate it, or plan again with this log"
             )
 
 
 def _turn_tokens(trajectories: Sequence[Trajectory], longest: int) -> int:
-    """Tokens of the longest turn, limited so that every context leaves room for one on the largest engine."""
+    """Tokens of the longest turn, limited to the room that the longest context leaves on the largest engine."""
     generated = max((turn.generated_tokens for it in trajectories for turn in it.turns), default=1)
     left = longest - max((context for it in trajectories for context in it.contexts()), default=0)
     return max(1, min(generated, left))

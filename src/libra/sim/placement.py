@@ -1,6 +1,6 @@
 """Placement of requests on the engines in service, by a routing policy.
 
-Invariant: a policy learns of each tool return and of each end once, and sees only engines in service.
+Invariant: a policy is told each tool return and each end of a request once, and sees only engines in service.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _USUAL_CONTEXT = 32 * 4096  # tokens, in total
 
 
 class Placer:
-    """Asks the policy for the engine of each request; without a policy there is one engine. Prefill engines are shown
-    with `decoders`."""
+    """Asks the policy for the engine of each request; without a policy there is only one engine. The policy sees a
+    prefill engine together with `decoders`, its decode engines."""
 
     __slots__ = (
         "_by_bucket",
@@ -46,14 +46,14 @@ class Placer:
     ) -> None:
         self.fleet = IndexedFleet[EngineInstance]((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
-        self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
-        self.routed = route is not None  # a policy places requests
+        self.behind: dict[str, int] = {}  # version of each engine without the latest weights
+        self.routed = route is not None  # whether a policy places requests
         self._route = route
         self._decoders = decoders
         self._by_name: dict[str, SimEngine] = {}
         self._instances: dict[int, EngineInstance] = {}  # by index of the engine
-        self._by_bucket: dict[int, SimulatedFleet] = {}  # those that were needed since engines changed
-        self._destined: dict[int, Placement] = {}  # of the rest of a stopped request, by number of the request
+        self._by_bucket: dict[int, SimulatedFleet] = {}  # cache, emptied when engines change
+        self._destined: dict[int, Placement] = {}  # decided placement of a stopped request's rest, by request number
 
     # Engines in service
 
@@ -61,7 +61,7 @@ class Placer:
         return list(self._by_name.values())
 
     def __contains__(self, name: str) -> bool:
-        """Whether an engine of this name is in service."""
+        """Whether an engine with this name is in service."""
         return name in self._by_name
 
     def serves(self, name: str, engine: SimEngine) -> bool:
@@ -69,12 +69,12 @@ class Placer:
         return self._by_name.get(name) is engine
 
     def bucket_of(self, engine: SimEngine) -> int | None:
-        """The bucket that an engine serves now; None: it is not in service."""
+        """The bucket that an engine serves now; None if the engine is not in service."""
         instance = self._instances.get(engine.index)
         return None if instance is None else instance.bucket
 
     def add(self, engines: Sequence[tuple[EngineSpec, SimEngine]], now: Callable[[], int]) -> None:
-        """Assign engines, by name, to these buckets from now on."""
+        """Put engines into service. Raises ValueError if a name is in use."""
         for spec, engine in engines:
             if spec.name in self._by_name:
                 raise ValueError(f"engine {spec.name} exists already: close it first")
@@ -97,13 +97,13 @@ class Placer:
         return engine
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
-        """Assign engines, by name, to these buckets from now on."""
+        """Change the buckets' limits, and assign engines, by name, to buckets."""
         for instance in self.fleet.instances:
             instance.bucket = buckets[instance.id]
         self._serve(self.fleet.instances, limits)
 
     def _serve(self, instances: Iterable[EngineInstance], limits: tuple[int, ...]) -> None:
-        """Place requests on these instances from now on."""
+        """From now on, place requests on `instances`."""
         self._by_bucket.clear()
         served = tuple(instances)
         _classify(served)
@@ -112,8 +112,8 @@ class Placer:
     # Requests
 
     def place(self, request: Request, *, again: bool, bucket: int | None = None) -> SimEngine | None:
-        """The engine for a request; None if no engine holds it. `again`: the policy has placed the request before, and
-        knows the preceding tool return. With `bucket` it goes to an engine of that bucket."""
+        """The engine for a request; None if the request fits no engine. `again`: the policy has placed the request
+        before, and knows the preceding tool return. With `bucket`, the engine is in this bucket."""
         route = self._route
         if route is None:
             return next(iter(self._by_name.values()), None)
@@ -129,7 +129,7 @@ class Placer:
             self.migrations += 1
             self.migrated_tokens += request.prompt_tokens
         request.priority = placement.priority
-        request.ask_at = None  # of an earlier placement, on an engine that closed before reaching it
+        request.ask_at = None  # drop the value of an earlier placement, whose engine closed too early to reach it
         if placement.ask_again is not None:
             owner = request.owner
             since = owner.generated_since if isinstance(owner, Caller) else 0
@@ -174,7 +174,7 @@ class Placer:
             route.forget(owner.trajectory.id)
         elif owner.last and owner.trajectory.finished:
             route.finished(owner.trajectory)
-        elif owner.last:  # its full length is unknown
+        elif owner.last:  # the trajectory's full length is unknown
             route.forget(owner.trajectory.id)
 
     def refusal(self, request: Request) -> str:
@@ -215,7 +215,7 @@ class Placer:
 
 
 def _classify(instances: Sequence[EngineInstance]) -> None:
-    """Distinguish engines of different paces, as a live router does by their turns."""
+    """Put engines of different paces into classes, as a live router does from the times of turns."""
     if len({id(it.engine.cost) for it in instances}) > 1:
         told = [it.engine.decode_ticks(_USUAL, _USUAL_CONTEXT) for it in instances]
         for instance, number in zip(instances, pace_classes(told), strict=True):

@@ -1,7 +1,7 @@
 """The engines of a plan, for the simulator.
 
-Invariant: memory, times, `max_num_seqs` and places are those that the planner priced and chose; nothing is assumed
-twice.
+Invariant: memory, times, `max_num_seqs` and places are the ones that the planner priced and chose. The simulator adds
+no assumptions of its own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from libra.sim.kv_network import KVNetwork
 
 
 class PlacementError(ValueError):
-    """A plan's placement lacks engines."""
+    """A plan's placement lacks engines, in total or in a bucket."""
 
 
 def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, ...]:
-    """Every engine, shortest bucket first. An engine of a cluster is named after its GPUs: `a800-0/4-7` has 4 to 7 of
-    node 0. Lent engines have the speed of their share of the device, or with `granted` full speed.
+    """Every engine of a plan, shortest bucket first. An engine of a cluster is named after its GPUs: `a800-0/4-7` has
+    GPUs 4 to 7 of node 0. Lent engines have the speed of their share of the device, or with `granted` full speed.
 
-    Raises ValueError if a configuration cannot run, `PlacementError` if a bucket has no engine.
+    Raises ValueError if a configuration cannot run, and `PlacementError` if a bucket has no engine.
     """
     request = plan.request
     engines = _of_slots(plan, request) if isinstance(request, SlotRequest) else _of_cluster(plan, request, granted)
@@ -53,8 +53,8 @@ def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, .
 
 
 def planned_network(request: ClusterRequest) -> KVNetwork | None:
-    """The network from prefill to decode, if buckets may be prefill/decode pairs; else None. Each GPU has its share of
-    its node's network; the slowest nodes count."""
+    """The network from prefill to decode; None if the recipe allows no prefill/decode pairs. Each GPU has an equal
+    share of its node's network, and the slowest nodes determine the speed."""
     if not request.recipe.prefill_decode:
         return None
     nodes = request.cluster.nodes
@@ -115,7 +115,7 @@ def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[Eng
         config, cost = made[kind]
         spec = EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
         if group.role == "prefill" or group.role == "decode":
-            # The engine that computed a prompt may stop for another plan before the KV of the prompt is read.
+            # A change of plan may stop the prefill engine before the KV of a prompt is read.
             its = replace(config, kv_load_failure_policy="recompute")
             spec = replace(spec, config=its, role=ROLES[group.role], kv_bytes=kv_bytes)
         engines.append(spec)
@@ -140,8 +140,8 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
 def _lent(
     request: ClusterRequest, lent: BorrowedEngine, max_num_seqs: int, granted: bool
 ) -> tuple[EngineConfig, IterationCost]:
-    """An engine that always has its share of the device, and is never recalled. The policy decides about a turn at the
-    first token that exceeds its bucket, so there is room for that token."""
+    """A lent engine that always has its share of the device and is never recalled. It has room for one token beyond its
+    bucket, since the policy decides about a turn at this token."""
     longest = lent.holds + 1
     config = EngineConfig(
         max_model_len=longest,
@@ -155,8 +155,8 @@ def _lent(
 
 
 def captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, IterationCost]:
-    """The configuration with the CUDA graphs that vLLM captures, if the host has a price, and its cost. Without a price
-    launches cost nothing."""
+    """(configuration, cost), with the CUDA graphs that vLLM captures if the host has a price. Without a price, launches
+    cost nothing, and graphs are left out."""
     if grid.host.priced:
         sizes = capture_sizes(config.max_num_seqs, config.max_num_batched_tokens)
         config = replace(config, capture_sizes=sizes)
@@ -165,7 +165,7 @@ def captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, Iter
 
 @lru_cache(maxsize=64)
 def _cost(grid: EngineGrid, config: EngineConfig) -> GridCost:
-    """The cost, cached because plans are tried one after another: the next reuses lookups in a grid."""
+    """The cost of an engine. Cached, since plans are simulated one after another and share lookups in a grid."""
     return GridCost(grid, config)
 
 

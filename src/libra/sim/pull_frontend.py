@@ -1,8 +1,8 @@
 """Front end for pulled KV: the decode engine pulls the KV of a computed prompt.
 
-Invariant: a request is on one engine at a time. Its KV stays on the prefill engine until the decode engine has read it,
-or its lease ends. As with vLLM's NIXL connector in pull mode, the first engine generates one token, and the second one
-computes the last token of the prompt again.
+Invariant: a request is on one engine at a time. Its KV stays on the prefill engine until the decode engine has read the
+KV, or the lease ends. As with vLLM's NIXL connector in pull mode, the prefill engine generates one token, and the
+decode engine computes the last token of the prompt again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.sim.kv_transfers import HandedOver, Prefill
 from libra.sim.prefill_decode import PrefillDecode, copy_prompt
 
 _HEARTBEATS = 6  # per lease
-_EXTENSION = (2, 3)  # share of a lease for which a heartbeat keeps KV from then on
+_EXTENSION = (2, 3)  # share of a lease for which a heartbeat extends it
 
 
 class PullFrontend(PrefillDecode):
@@ -39,7 +39,7 @@ class PullFrontend(PrefillDecode):
         copy_prompt(part, request)
         engine = self._decoder(prefill)
         if engine is None:
-            if self.patient:  # its prompt is computed anew, and the KV stays until the lease ends
+            if self.patient:  # the prompt will be computed again, and the KV stays until the lease ends
                 self.host.at(now + ticks(self.settings.lease), lambda tick: self._let_go(prefill, tick))
                 del self._prefills[request]
                 request.scheduled = request.prefill_end = None
@@ -71,11 +71,11 @@ class PullFrontend(PrefillDecode):
 
     def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
         prefill, now = self._prefills.get(request), self.host.now
-        if prefill is not None and prefill.decoder is None:  # its prompt is not computed yet
+        if prefill is not None and prefill.decoder is None:  # the prompt is not computed yet
             del self._prefills[request]
             request.status, request.finish = "cancelled", now
             engine, submitted = prefill.engine, prefill.part
-        elif prefill is not None and request.pull:  # its KV will not be read
+        elif prefill is not None and request.pull:  # the KV will not be read
             self._let_go(prefill, now)
         super().give_up(request, engine, submitted)
 
@@ -91,7 +91,7 @@ class PullFrontend(PrefillDecode):
         return [it.request for it in self._prefills.values() if it.decoder is None]
 
     def forget(self, prefill: Prefill, now: int) -> None:
-        """Forget KV without further heartbeats: it stays until the lease ends."""
+        """End the heartbeats for a prompt's KV, which then stays until the lease ends."""
         self._transfers.drop(prefill, now)
         self._prefills.pop(prefill.request, None)
         finish = prefill.part.finish

@@ -1,8 +1,8 @@
 """Front end for pushed KV: the prefill engine pushes KV into blocks reserved by the decode engine.
 
-Invariant: a request is on its decode engine from its arrival, and its prompt is computed once blocks for its KV are
-reserved there. The KV arrives with the first token, so `n` tokens take `n - 1` iterations. The order of events is
-SGLang's. The sender knows when its receiver is gone, so there are no leases.
+Invariant: a request is on its decode engine from its arrival. The prompt is computed once the decode engine has
+reserved blocks for the KV. The KV arrives with the first token, so `n` tokens take `n - 1` iterations there. The order
+of events is SGLang's. The sender knows when its receiver is gone, so there are no leases.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from libra.sim.engine.request import Request
 from libra.sim.kv_transfers import HandedOver, Prefill
 from libra.sim.prefill_decode import PrefillDecode, copy_prompt
 
-_FIRST_ASKED = 2  # generated tokens: the first one comes from elsewhere
+_FIRST_ASKED = 2  # least generated tokens at `ask_at`, since the prefill engine generates the first
 
 
 class PushFrontend(PrefillDecode):
@@ -48,7 +48,7 @@ class PushFrontend(PrefillDecode):
     def _ask(self, prefill: Prefill, now: int) -> None:
         source = prefill.engine
         if self._prefills.get(prefill.request) is not prefill:
-            return  # it was given up at that very tick
+            return  # the request was given up at the same tick
         if source.closing:
             self._start_anew(prefill, now)
         elif source.index in self._broken:
@@ -74,7 +74,7 @@ class PushFrontend(PrefillDecode):
             self._transfers.look_again(now)
 
     def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
-        """Cancel a request. A transfer in flight ends first, and its blocks stay until then."""
+        """Cancel a request. If a transfer is in flight, its blocks stay reserved until it ends."""
         prefill, now = self._prefills.get(request), self.host.now
         if prefill is not None and prefill.part.finish is None:
             self.host.changed(engine, engine.pull_ended(request, now, "it was given up"))
@@ -85,11 +85,11 @@ class PushFrontend(PrefillDecode):
         if not isinstance(request.owner, Prefill):
             super().resume(engine, request, now)
         elif self._prefills.get(request.owner.request) is request.owner:
-            # Other engines may have decided at this tick, or may be at a boundary that no event has to visit.
+            # Some engines have already decided at this tick, or are at a boundary without an event.
             self.host.at(now + 1, lambda tick, it=request.owner: self._start_anew(it, tick))  # type: ignore[misc]
 
     def _start_anew(self, prefill: Prefill, now: int) -> None:
-        """Restart a request on other engines, because its prefill engine is gone."""
+        """Restart a request on other engines after its prefill engine has closed."""
         request, decoder = prefill.request, prefill.decoder
         if self._prefills.pop(request, None) is not prefill or decoder is None:
             return

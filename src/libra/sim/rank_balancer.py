@@ -1,8 +1,8 @@
 """Choice of the data-parallel rank for a request, as in vLLM's front end (`DPLBAsyncMPClient`).
 
-Invariant: the rank with the fewest requests is chosen. Waiting requests count more, the fuller the rank's KV memory is,
-beyond a half. Among equal ranks the first is chosen; the search starts one rank further each time. vLLM's front end
-sees waiting requests and memory a tenth of a second late; here they are always current.
+Invariant: the rank with the fewest requests is chosen. If more than half of a rank's KV memory is used, its waiting
+requests count more. Among equal ranks the first is chosen; each search starts one rank further. vLLM's front end sees
+waiting requests and memory up to a tenth of a second late, whereas here they are always current.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One simulation from a function call.
+"""Simulation by one function call.
 
-Invariant: the same arguments give the same result, with or without `progress`. A policy given by name is new; one given
-as an object keeps its knowledge.
+Invariant: the same arguments give the same result, with or without `progress`. A policy given by name is new; a policy
+given as an object keeps its knowledge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.workload.requests import Workload
 
-DECISIONS = 4096  # of engines, between two calls of `progress`
+DECISIONS = 4096  # decisions of engines between two calls of `progress`
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Elapsed:
 
     seconds: float  # of simulated time
     arrived: int  # requests
-    ended: int  # of those that arrived
+    ended: int  # requests that have ended
 
 
 def simulate(
@@ -48,14 +48,14 @@ def simulate(
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
-    """Simulate a workload on these engines. `route`, a policy or its name, is required with several engines.
+    """Simulate a workload on engines. `route`, a policy or its name, is required with several engines.
 
-    `limits` are the largest final contexts of the engines' buckets, shortest first; without them, all engines are one
-    bucket. `turn_tokens` is the room that a turn needs beyond its context, `time_limit` is in seconds of simulated
-    time, and `seed` is for a named policy. If engines have roles, `kv_transfer` is the network for KV from prefill to
-    decode, and `decode_route` chooses the decode engine. `exact` visits every iteration: the same result, slower.
-    `progress` is called every few thousand decisions. Raises ValueError if engines, policy and limits do not fit
-    together.
+    `limits` are the largest final contexts of the engines' buckets, shortest first; without limits, all engines are one
+    bucket. `turn_tokens` is the room in tokens that a turn needs beyond its context, `time_limit` is in seconds of
+    simulated time, and `seed` is for a named policy. If engines have roles, `kv_transfer` is the network for KV from
+    prefill to decode, and `decode_route` chooses the decode engine. `exact` visits every iteration, which is slower and
+    has the same result. `progress` is called every few thousand decisions. Raises ValueError if engines, policy and
+    limits do not fit together.
     """
     check_buckets(limits, turn_tokens)
     watcher = OccupancyRecorder()
@@ -88,8 +88,8 @@ def simulate_deployment(
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
-    """Simulate a workload on the engines, buckets, weight updates and network of a deployment. The given
-    policy and time limit replace the deployment's. The other arguments are those of `simulate`."""
+    """Simulate a workload on the engines, buckets, weight updates and network of a deployment. `policy` and
+    `time_limit` replace the deployment's. See `simulate` for the other arguments."""
     return simulate(
         deployment.engines,
         workload,
@@ -106,7 +106,7 @@ def simulate_deployment(
 
 
 class _Lookout:
-    """Passes each decision on to the recorder, and reports progress."""
+    """A `watch` that passes each decision to the recorder and reports progress."""
 
     __slots__ = ("_decisions", "_progress", "_watcher", "cluster")
 

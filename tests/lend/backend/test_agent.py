@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 
 import libra.lend.backend.agent
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.tiny_model import write_tiny_model
 from libra.backends.transport.channel import AgentChannel, ControllerChannel
 from libra.backends.transport.engine_messages import (
     Borrow,
@@ -37,31 +36,22 @@ from libra.backends.transport.engine_messages import (
     LoadWeights,
     NotNow,
     Piece,
-    StartEngine,
 )
 from libra.backends.transport.messages import Failure, Message, Ready, Tensor
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.grid import Grid
-from libra.config.run import ModelConfig
 from libra.lend.backend.agent import LendingAgent, LoanEndedError
 from libra.lend.backend.borrower_token import BorrowerToken
-from libra.lend.backend.device_page import BorrowerTally, EngineFacts, LendingError
-from libra.lend.backend.lender_file import LoanOrder
+from libra.lend.backend.device_page import BorrowerTally, LendingError
 from libra.lend.backend.lender_token import LenderToken
 from libra.lend.backend.rollout_model import RolloutModel
-from libra.lend.backend.serving_token import ServingToken
-from libra.lend.backend.terms import device_loan
-from libra.lend.recall import RecallPolicy
-from libra.lend.records.lending import LendingTerms
-from libra.lend.traffic.envelope import Envelope
 from libra.lend.weights.processes import WeightsPublisher
+from tests.fakes.lent_device import TERMS, lent_device
 
-TERMS = LendingTerms("chat", "policy", 0.08, 0.03, 0.002, Envelope(2.0, 900, 6, 4000, 5.0), RecallPolicy(1.0, 8.0))
 ASKED = Borrow(512, 8, 100)
 LAYOUT = (Tensor("a", (1000,), 0, "float32"),)
 GRID = Grid.of(LAYOUT, 4032)
 LENT = Lent("chat", 2.0, "")
-CHAT = EngineFacts("chat", 2048, 64, 128)
 
 
 class Launcher:
@@ -94,16 +84,9 @@ class Loan:
     """An agent beside a server that this process is."""
 
     def __init__(self, directory: Path) -> None:
-        device, policy = directory / "device", directory / "policy"
-        write_tiny_model(policy, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123", 512)
-        (directory / "logs").mkdir()
+        self.order, self.serving = lent_device(directory)
         self.memory = os.memfd_create("weights", 0)
         self.launcher = Launcher(self.memory)
-        start = StartEngine(
-            str(policy), 512, 8, "float32", 1 << 20, (), 1, 0, 1.0, (0,), False, loan=device_loan("", TERMS, None)
-        )
-        self.order = LoanOrder(device, directory / "agent", "chat", 1000.0, start)
-        self.serving = ServingToken(device, CHAT)
         self.told, self.ended = list[str](), asyncio.Event()
 
     @cached_property

@@ -307,7 +307,11 @@ def test_an_update_pauses_a_turn_and_refresh_computes_its_context_again() -> Non
         (agents(GROUP), 0, "steps is 0; simulate 1 step or more"),
         (agents(2), 1, "samples_per_prompt is 4 in the recipe and 2 in the episodes"),
         (replace(agents(GROUP), max_context=LONGEST + 1), 1, "trajectories grow to 8193 tokens, .* max_length is 8192"),
-        (replace(agents(GROUP), max_context=100), 1, "trajectory 0/0 grows to .* tokens, more than the 100 that"),
+        (
+            replace(agents(GROUP), max_context=100),
+            1,
+            "trajectory 0/0 grows to .* tokens, more than 100, the episodes' max_context",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(episodes: Ruled, steps: int, message: str) -> None:

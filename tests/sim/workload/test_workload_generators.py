@@ -111,7 +111,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: generated_requests(1, AtOnce(), Constant(1), Constant(1), 0, samples_per_prompt=0), "samples_per_prompt"),
     (lambda: Tool("t", 0.0, Constant(1), 1.0, 1.0), "'t': weight is 0.0"),
     (lambda: Tool("t", 1.0, Constant(1), 1.0, 99.0), "'t': seconds_sigma is 99.0"),
-    (lambda: Tool("t", 1.0, Constant(1), 1.0, 1.0, 0.7, 0.7), "probabilities whose sum is 1 at most"),
+    (lambda: Tool("t", 1.0, Constant(1), 1.0, 1.0, 0.7, 0.7), "probabilities with a sum of at most 1"),
     (lambda: agent(mean_turns=0.5), "mean_turns is 0.5"),
     (lambda: Agent(Constant(1), Constant(1), 2.0, (), 10), "tools is empty"),
     (lambda: agent(max_context=1), "max_context is 1"),

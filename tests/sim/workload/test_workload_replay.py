@@ -400,7 +400,7 @@ def test_the_order_is_random() -> None:
 
 
 def test_nothing_to_draw_or_to_draw_from_is_refused() -> None:
-    with pytest.raises(ValueError, match="no finished trajectory to draw from; give a log with at least one"):
+    with pytest.raises(ValueError, match="no finished trajectory to draw; give a log with at least one"):
         draw([], 1, 0)
     with pytest.raises(ValueError, match="count is 0; draw 1 trajectory or more"):
         draw(numbered(1), 0, 0)

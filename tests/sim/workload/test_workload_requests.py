@@ -253,7 +253,7 @@ def test_the_azure_trace_is_read_in_full() -> None:
 
 def test_a_rate_that_takes_requests_beyond_the_clock_is_refused() -> None:
     records = [RecordedRequest(0, 10, 5), RecordedRequest(TICKS, 10, 5)]
-    with pytest.raises(ValueError, match=r"rate_scale is 1e-300: .* raise it"):
+    with pytest.raises(ValueError, match=r"rate_scale is 1e-300: .* raise rate_scale"):
         recorded_requests(records, rate_scale=1e-300)
 
 

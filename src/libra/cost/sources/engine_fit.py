@@ -35,7 +35,7 @@ _FOLDS = 10
 
 @dataclass(frozen=True, slots=True)
 class MeasuredIteration:
-    """One iteration, or the mean of several equal ones. Lengths are tokens."""
+    """One iteration, or the mean of several equal iterations. Lengths are tokens."""
 
     decodes: int
     context: int  # sum over decoding requests
@@ -197,7 +197,7 @@ def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
 
 
 def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: float) -> Array:
-    """The constants, found in alternation with the bottleneck of each iteration."""
+    """The constants. The fit alternates between the constants and the bottleneck of each iteration."""
     constants: Array = before * np.array([1, 1, 1, 1, begun, begun, 1, 1, 1, 1])
     trust = np.ones(len(parts.measured))
     for _ in range(_TURNS):

@@ -42,7 +42,7 @@ def load_grid(path: Path) -> EngineProfile:
 
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
-    """Write the file atomically."""
+    """Write a calibration to a file atomically."""
     _write(path, _json(asdict(calibration)))
 
 

@@ -190,7 +190,7 @@ def _fp8_rates(gpu: GPU) -> TrainingRates:
 
 
 def _eager_rates(gpu: GPU, flops: float, fused: TrainingRates) -> TrainingRates:
-    """Rates of eager execution. FlashAttention-3 is for Hopper; others keep the rate of FlashAttention-2."""
+    """Rates of eager execution. FlashAttention-3 is for Hopper; other GPUs keep the rate of FlashAttention-2."""
     origin = "measured on an H100" if gpu.name == "H100" else "not measured, the shares of an H100"
     return TrainingRates(
         linear=_EAGER * flops,

@@ -37,8 +37,9 @@ def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
 
 
 def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[int, ...]:
-    """Tensor-parallel degrees of an engine on these nodes: all degrees inside a node. If none holds a trajectory of
-    `max_length` and the framework can start larger engines, also the two smallest degrees of whole nodes that do.
+    """Tensor-parallel degrees of an engine on these nodes: all degrees inside a node. If none of them holds a
+    trajectory of `max_length`, and the framework can start larger engines, also the two smallest degrees of whole nodes
+    that hold one.
     """
     inside, quantization = tensor_degrees(model, nodes), rollout_quantization(recipe)
 

@@ -1,4 +1,4 @@
-"""Engine profiles from the kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0): measured vLLM, offline.
+"""Engine profiles from the kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0), which were measured with vLLM.
 
 Invariant: tables are sampled once into a grid, and not read again. A GPU or model that the tables lack is an error; no
 similar entry replaces it. A800 and H800 are A100 and H100 with a slower link: their grids add the difference of the two
@@ -33,7 +33,7 @@ from libra.hardware.stored_weights import BF16
 
 
 class NoTablesError(ValueError):
-    """The tables are not installed, or lack the requested times, which a roofline has.
+    """The tables are not installed, or lack the requested times. A roofline can replace them.
 
     The text is only the reason; `asked` adds the remedy if the user requested tables by name.
     """
@@ -250,7 +250,7 @@ def _rows(seconds: Array) -> tuple[tuple[float, ...], ...]:
 
 
 def _configuration(model: ModelSpec) -> dict[str, object]:
-    """The config.json that describes the model to the tables. Raises `NoTablesError` if it cannot."""
+    """The config.json that describes the model to the tables. Raises `NoTablesError` if no config.json can."""
     if model.latent:
         raise NoTablesError(f"{model.name} has latent attention, which the tables cover for few models only")
     attention, experts = model.plain_attention, model.experts

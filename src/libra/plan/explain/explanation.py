@@ -95,7 +95,7 @@ class Relief:
 
 @dataclass(frozen=True, slots=True)
 class SmallerCluster:
-    """The best plan for fewer nodes; `step` and `seconds` are None if there is none."""
+    """The best plan for fewer nodes; `step` and `seconds` are None if no plan exists."""
 
     nodes: tuple[tuple[str, int, int], ...]  # class, nodes left, nodes before
     devices: int  # given back
@@ -143,13 +143,13 @@ class LenderView:
     pool: str
     engines: int  # that the plan borrows
     use: tuple[float, ...]  # certified shares of the SLO's tpot, one for each borrowed shape
-    share: float  # of the borrowed devices' time that the plan counts on, while it is lent
+    share: float  # of the borrowed devices' time that the plan counts on while the pool lends
     away: float  # probability that nothing is lent in the coming period
     step: float  # with the loan
     average: float  # over all recalls, by all lenders, that traffic may cause
     recalled: float  # of the same plan while this pool lends nothing
     without: float  # of the best plan without this pool
-    kept: float  # of the best plan that trains as the one without this pool
+    kept: float  # of the best plan with the training of the best plan without this pool
     why_not: str  # reason why no engine is borrowed; empty if some are
 
 

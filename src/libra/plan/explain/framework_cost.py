@@ -1,4 +1,4 @@
-"""Cost of planning for a framework: its predicted step, compared with that of the best plan without a framework."""
+"""Cost of planning for a framework: the plan's predicted step, compared with the best one without a framework."""
 
 from __future__ import annotations
 

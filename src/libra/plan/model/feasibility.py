@@ -149,7 +149,9 @@ def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: Engine
 
 
 def ample_step(problem: Problem) -> float:
-    """Twice the seconds in which any training option trains and one engine of any option serves all trajectories."""
+    """Seconds of a step that is long enough for every plan: twice the time in which any training option trains and one
+    engine of any option serves all trajectories.
+    """
     train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
     generate = max(
         option.stall + max(sum(row) for row in option.work) + sum(option.refill) + math.sqrt(sum(option.refresh))

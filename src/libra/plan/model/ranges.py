@@ -74,7 +74,7 @@ class RangeTable:
         times = self._times_of(begin)
         option, first, last = self._entries
         usable = self._usable(times, limit, step * (1 + _SLACK))[np.minimum(first, 1), option, last]
-        with np.errstate(divide="ignore", invalid="ignore"):  # a step of 0 seconds, which nothing keeps
+        with np.errstate(divide="ignore", invalid="ignore"):  # a step of 0 seconds, which no plan keeps
             asked = self._work + self._refresh / step if self._refreshes else self._work
             count = asked.max(axis=0) / usable
             if len(self._forgets):

@@ -86,7 +86,7 @@ class _Search:
         self._untried = RangeTable(problem, tried=False)
         self._present = present_ranges(problem)
         self._tried = RangeTable(problem, tried=True) if self._present is not None else None
-        # Known routers need no more engines than possible ones, so the bounds hold for both.
+        # Known routers need no more engines than possible routers, so the bounds hold for both.
         self._relaxation = Relaxation(problem, self._tried or self._untried)
         self.complete = True  # whether the limit has cut no search short
 
@@ -111,7 +111,7 @@ class _Search:
         return found, disproven
 
     def is_answer(self, allocation: Allocation) -> bool:
-        """Whether the allocation fits, and contains no excluded one."""
+        """Whether the allocation fits, and contains no excluded allocation."""
         return infeasibility(self._problem, allocation) is None and not any(
             contains(self._problem, allocation, excluded) for excluded in self._excluding
         )
@@ -201,7 +201,7 @@ class _Search:
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = self._seed
         solver.parameters.max_deterministic_time = max(0.0, self._left)
-        # The relaxation has presolved already; more of it costs more time than the search (`benchmarks.planning`).
+        # The relaxation has presolved already; more presolving takes longer than the search (`benchmarks.planning`).
         solver.parameters.max_presolve_iterations = 1
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.symmetry_level = 0

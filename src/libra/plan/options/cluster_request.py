@@ -62,11 +62,11 @@ class ClusterRequest:
     classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
     profiles: tuple[EngineProfile, ...]  # one for each class of nodes, in their order
     current: Allocation | None = None  # the running allocation, which breaks ties between plans
-    # Layouts, by class of nodes, that are on the menu even if others are faster, so that running ones have a price.
+    # Layouts, by class of nodes, that are on the menu even if others are faster: running layouts need a price.
     held: Held = ()
     # Lenders on serving pools of the cluster, each with its traffic of the coming period.
     lenders: tuple[Annotated[LendingPool, OfRoom("lender")], ...] = ()
-    lent_profiles: tuple[EngineProfile, ...] = ()  # one for each lender: of this model on its GPUs
+    lent_profiles: tuple[EngineProfile, ...] = ()  # one for each lender, for this model on the lender's GPUs
     kind: Literal["cluster"] = "cluster"
     # [class] measured share of the work after the first tool return that the router sends to the class's own bucket;
     # empty: not measured, and assumed to be 1.
@@ -212,7 +212,7 @@ class ClusterRequest:
             lent += beside
             rejected_engines += rejected
         lending = [self.lending_nodes(lender) for lender in self.lenders]
-        # A first turn that outgrows the first bucket continues in a longer one, and starts there if its length is
+        # A first turn that outgrows the first bucket continues in a longer bucket, and starts there if its length is
         # predicted. So all buckets must have time for both: early work in the first bucket, or in each class's own.
         foreseeing = (1.0,) * len(classes)
         routers = reach(classes, self.router_hits)

@@ -135,8 +135,8 @@ def shape_options(
     slowed: float = 1.0,
     recalls: float = 0.0,
 ) -> list[EngineOption]:
-    """Options of engines with `kv` tokens of KV memory and contexts of up to `holds` tokens. All their times are
-    multiplied by `slowed`, and `recalls` per second lose the contexts of all trajectories in flight."""
+    """Options of engines with `kv` tokens of KV memory and contexts of up to `holds` tokens. All times of
+    the engines are multiplied by `slowed`, and `recalls` per second lose the contexts of all trajectories in flight."""
     served = [cls for cls in classes if cls.peak_context <= holds]
     running = running_batch(served, overlapping=recipe.staleness > 0)
     engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds, running)
@@ -205,7 +205,9 @@ def _batch_prices(
     factors: BatchFactors,
     recalls: float,
 ) -> dict[str, Any]:
-    """The prices of an option by one timing: work, caches and the longest trajectory."""
+    """Prices of an option from one timing of its engines, by class: work, refills, and seconds of the longest
+    trajectory.
+    """
     batches = 1 + recipe.staleness  # in flight; a step can wait for the longest trajectory of each
     expected = [recipe.batch * cls.share for cls in classes]
     members = MemberSeconds.of(timing, classes).corrected(factors)
@@ -215,7 +217,7 @@ def _batch_prices(
     if recipe.kv_on_update == "refresh" and recipe.staleness:
         for j, (count, cls, stay) in enumerate(zip(expected, classes, stays, strict=True)):
             refill = refill_seconds(timing, cls)
-            # Of the live contexts at an update, those in their last turn are not prefilled again.
+            # At an update, live contexts in their last turn are not prefilled again.
             refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
             again[j] = min(max(0.0, cls.turns - 1), float(batches)) * refill
     # A recall loses the contexts of the count * stay / step trajectories in flight.

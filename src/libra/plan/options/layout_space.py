@@ -154,7 +154,7 @@ def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable
 
 def members_of(families: LayoutTable, counts: Sequence[int], batch: int) -> tuple[NDArray[np.intp], LayoutTable]:
     """Combine every family with every possible dp. Returns the position of each layout's family, and the layouts."""
-    # The least dp of a family makes whole expert groups; others are multiples of it.
+    # The least dp of a family makes whole expert groups; larger dp are multiples of it.
     unit = families.replica_devices * families.dp
     dp = np.array(counts)[None, :] / unit[:, None]
     # Interleaved, a rank has at least one micro-batch for every stage, each with at least one trajectory.

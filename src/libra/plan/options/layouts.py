@@ -58,7 +58,7 @@ def training_layouts(
     """
     space = _LayoutSpace.of(model, nodes, recipe, classes, needed=True)
     work = space.work
-    # Replicas of one family are equal whatever their number, so more can join the running ones.
+    # Replicas of one family are equal whatever their number, so more can join running replicas.
     chosen: dict[tuple[str, int], ParallelLayout] = {}
     steps: list[float] = []
     for row in space.kept:
@@ -138,13 +138,13 @@ class _LayoutSpace:
     work: Work
     memory: Callable[[LayoutTable], Mapping[str, Array]]  # bytes of a device, by item
     families: LayoutTable
-    foreign: NDArray[np.bool_]  # [family] whether the framework has none of its layouts
+    foreign: NDArray[np.bool_]  # [family] whether the framework has none of the family's layouts
     priced: LayoutTable
     owner: NDArray[np.intp]  # [priced] its family
     used: Array  # [priced] devices
     seconds: Array  # [priced] of a step, by a closed formula
     best: Mapping[int, float]  # row of the fastest layout for each number of devices -> its seconds
-    kept: list[int]  # rows of `best` that are faster than all with fewer devices
+    kept: list[int]  # rows of `best` that are faster than all rows with fewer devices
 
     @classmethod
     def of(
@@ -309,7 +309,7 @@ def _slower(space: _LayoutSpace) -> dict[int, str]:
     at_count = np.searchsorted(used[fastest], used)
     ratio = space.seconds / np.array(list(best.values()))[at_count]
     names = [space.priced.layout(row).family for row in best]
-    # The row at which each family comes closest: its first row when sorted by family, then by ratio.
+    # The row at which each family comes closest to the fastest: its first row when sorted by family, then by ratio.
     order = np.lexsort((ratio, owner))
     first = np.ones(len(order), dtype=bool)
     first[1:] = owner[order][1:] != owner[order][:-1]

@@ -73,7 +73,7 @@ class LendingPool(Protocol):
 
 
 class BorrowedEngine(Protocol):
-    """A rollout engine on the devices of a serving one."""
+    """A rollout engine on the devices of a serving engine."""
 
     @property
     def lender(self) -> LendingPool: ...
@@ -158,7 +158,7 @@ class Menu:
     """A problem, and the layouts and engines of its options."""
 
     problem: Problem
-    # By layout and replicas of the training option; empty where every device is a replica of its own.
+    # By layout and replicas of the training option; empty if each device is a replica.
     layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()  # shapes of engines
     lent: tuple[BorrowedEngine, ...] = ()  # one for each shape that is lent

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # that module imports this one
 
 _MOST_TIMES = 64  # largest multiple of the present nodes that is tried
 _MOST_BESIDE = 16  # most nodes that are added for an engine
-_LIGHTER: tuple[dict[str, object], ...] = (  # changes of a recipe that take less memory, the least first
+_LIGHTER: tuple[dict[str, object], ...] = (  # changes of a recipe that save memory, the smallest change first
     {"reference": "offloaded"},
     {"offload_optimiser": True},
     {"offload_optimiser": True, "reference": "offloaded"},

@@ -26,9 +26,9 @@ class BucketPrice:
     """One bucket under the best option (`max_num_seqs`) of its shape."""
 
     option: EngineOption
-    load: float  # seconds each of its engines needs for one step: work, new weights, refresh; see `Prediction.rollout`
+    load: float  # seconds that each engine needs for one step: work, new weights, refresh; see `Prediction.rollout`
     residence: float  # seconds of its longest trajectory
-    alone: float  # residence without other trajectories on its engine, where batches overlap; else `residence`
+    alone: float  # residence without other trajectories on its engine if batches overlap; otherwise `residence`
 
 
 def training_option(problem: Problem, allocation: Allocation) -> TrainingOption | None:
@@ -208,8 +208,8 @@ class _Longest:
 def _longest(
     problem: Problem, bucket: Bucket, stays: Stays, begin: Stays, recall: Sequence[Sequence[float]]
 ) -> _Longest:
-    """The longest trajectories of the bucket's classes; in the first bucket also of longer classes, which only begin
-    there.
+    """The longest trajectories of the bucket's classes. In the first bucket, also the longest trajectories of longer
+    classes, which only begin there.
     """
     own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
     longer = [j for j, peak in enumerate(problem.peaks) if peak > bucket.up_to]

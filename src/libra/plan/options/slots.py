@@ -79,7 +79,7 @@ class StepWorkload:
     group_size: int  # samples of one prompt; a group is complete before use
     max_staleness: int  # eta: versions between generation and training
     max_turn_tokens: int  # a turn is never longer; engines keep this much room
-    longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
+    longest_context: int  # tokens; no trajectory grows longer, and some engine must hold this context
     train_tokens: float  # expected tokens per trajectory that go through forward and backward
     router_hit: float  # share of the work after the first tool return that the router sends to its own bucket
     classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
@@ -217,7 +217,7 @@ class SlotRequest:
                 [workload.trajectories * cls.share * row for row in work(timing, cls, max_num_seqs, shape.kv_tokens)]
                 for cls in workload.classes
             ]
-            # The other sequences of the batch are of the same class, as many as memory holds.
+            # The batch is assumed to be full of sequences of the same class.
             together = [seats_taken(cls, max_num_seqs, shape.kv_tokens) for cls in workload.classes]
             options.append(
                 EngineOption(

@@ -1,7 +1,7 @@
-"""Admission of waiting requests, in the order of the queue, as long as budget, `max_num_seqs` and blocks suffice. Also
-lookup of the cached part of a context, and adoption of KV from other engines.
+"""Admission of waiting requests, in the order of the queue, while budget, `max_num_seqs` and blocks suffice. Also the
+lookup of the cached part of a context, and the adoption of KV from other engines.
 
-Invariant: the first request that does not fit ends admission; nothing overtakes it. Incoming KV never evicts held
+Invariant: the first request that does not fit ends admission; no request overtakes it. Incoming KV never evicts held
 blocks.
 """
 
@@ -36,7 +36,7 @@ def admit(
     state.wanted = 0
     if tiers is not None:
         tiers.begin()
-    first: Request | None = None  # its transfer has ended, but it does not run yet: it precedes the queue
+    first: Request | None = None  # a request whose transfer has ended and which does not run yet; precedes the queue
     if state.ready:
         budget, contexts, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
     while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
@@ -62,9 +62,9 @@ def admit(
         if first is None or state.arriving[first] == "to compute":
             room = _room(state, request, budget, pads_from)
         if room is None:
-            # The request will not fit while free blocks only decrease. There are three exceptions: other prompts took
-            # budget, another request writes its context, or only its first chunk counts, which needs more blocks with
-            # each block that is found.
+            # The request will not fit while free blocks only decrease, with three exceptions: other prompts took
+            # budget, another request writes its context, or only its first chunk counts. The chunk needs more blocks
+            # with each block that is found.
             padded = pads_from is not None and _may_be_padded(state, request, budget)
             state.blocked = not chunks and not padded and _stays(state, request)
             stuck = first is None or state.arriving[first] == "written"
@@ -138,8 +138,8 @@ def refusal(request: Request, config: EngineConfig) -> str:
 
 
 def _stays(state: EngineState, request: Request) -> bool:
-    """Whether a request that does not fit now will not fit until another request frees all its blocks. With tiers it
-    may fit earlier: the engine may then find fewer blocks of its context, load more of them, or have more in
+    """Whether a request that does not fit now will not fit before another request frees all its blocks. With tiers it
+    may fit earlier, since the engine may find fewer blocks of its context, load more of them, or have more in
     transfer."""
     if not state.config.reserve_full_prompt or state.config.slides or state.is_written(request):
         return False
@@ -153,19 +153,19 @@ def _may_find_more(state: EngineState, tiers: Tiers) -> bool:
 
 
 def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:
-    """Whether a request may not fit because of the budget, or because of the blocks for placeholder drafts."""
+    """Whether the budget, or the blocks for placeholder drafts, may be the reason why a request does not fit."""
     config, tokens = state.config, request.prompt_tokens + request.generated
     return budget < config.tokens_each or (state.pool.caching and (tokens - 1) % config.block_size == 0)
 
 
 def _room(state: EngineState, request: Request, budget: int, pads_from: int | None) -> tuple[int, int, int, int] | None:
-    """(blocks found, tokens to compute now, placeholder drafts, blocks to take for both) of a request that can be
-    admitted; None if it cannot."""
+    """(blocks found, tokens to compute now, placeholder drafts, blocks to take for both) for a request that can be
+    admitted; None if the request cannot be admitted."""
     config, pool = state.config, state.pool
     size = config.block_size
     tokens = request.prompt_tokens + request.generated
     found = unheld = 0
-    # A request without a chain finds only KV that it computed itself before it was preempted, or that it brought.
+    # A request without a chain finds only KV that it computed before a preemption, or that was adopted for it.
     if pool.caching and (request.chain is not None or pool.knows(request)):
         if state.writers:
             state.write_all(request.path)
@@ -197,8 +197,8 @@ def _room(state: EngineState, request: Request, budget: int, pads_from: int | No
 
 
 def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:
-    """Take in the KV of a context's first `tokens` tokens. Returns the number of new blocks. Raises ValueError for a
-    request that has ended or has fewer than `tokens` tokens."""
+    """Adopt KV of a context's first `tokens` tokens from elsewhere. Returns the number of new blocks. Raises ValueError
+    for a request that has ended or has fewer than `tokens` tokens."""
     if tokens < 0:
         raise ValueError(f"tokens is {tokens}; give 0 or more")
     if isinstance(context, Request) and context.admission < 0:
@@ -222,8 +222,8 @@ def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int)
 
 
 def cached_blocks(state: EngineState, context: Chain | Request, now: int) -> int:
-    """Blocks from the beginning of a context that can be found. For a request, blocks that it need not compute if it is
-    admitted."""
+    """Number of blocks from the beginning of a context that can be found. For a request, the number of blocks that it
+    need not compute after admission."""
     pool = state.pool
     if not pool.caching:
         return 0

@@ -1,13 +1,13 @@
 """Duration of an iteration whose attention and experts run on different ranks, with micro-batches passed between them.
 
-Invariant: the group's lines are `alike_makespan` of the layers with experts, for any part of the slowest attention
-rank. Attention ranks are a data-parallel group; FFN ranks serve all of them and schedule nothing.
+Invariant: the group's lines are `alike_makespan` of the layers with experts, for any own part of the slowest attention
+rank. Attention ranks are a data-parallel group. FFN ranks serve all attention ranks and schedule nothing.
 
-An FFN rank starts a micro-batch of a layer when it has it from all its attention ranks. Attention ranks wait for
-each other at every layer, so the slowest attention rank is the stage. Micro-batches are assumed equal, each with its
-share of a rank's tokens: vLLM divides a batch by tokens, prompts included. An empty micro-batch is padded to one token
-per rank. Layers without experts, and the output head, run before and after; their attention takes as long as in other
-layers.
+An FFN rank starts a micro-batch of a layer when it has received the micro-batch from all its attention ranks. Attention
+ranks wait for each other at every layer, so the slowest attention rank is the stage. Micro-batches are assumed equal,
+each with its share of a rank's tokens: vLLM divides a batch by tokens, prompts included. An empty micro-batch is padded
+to one token per rank. Layers without experts, and the output head, run before and after; their attention takes as long
+as in other layers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class AttentionFFN(Value):
     ffn: int  # ranks of one GPU
     bandwidth: float  # bytes/s of each GPU's network, in each direction
     latency: float = 0.0  # seconds of each transfer, in addition to its bytes
-    micro_batches: int = 2  # those of afd-plugin; MegaScale-Infer and Step-3 have 3 or 4
+    micro_batches: int = 2  # as in afd-plugin; MegaScale-Infer and Step-3 have 3 or 4
     serial_links: bool = True
-    dbo_decode_token_threshold: int | None = None  # with fewer tokens a rank's batch is not divided; None: it always is
+    dbo_decode_token_threshold: int | None = None  # batches with fewer tokens are not divided; None: all are divided
     dbo_prefill_token_threshold: int | None = None
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth is {self.bandwidth}; give bytes/s of each GPU's network, above 0")
         if self.latency < 0:
-            raise ValueError(f"latency is {self.latency}; it is 0 or more")
+            raise ValueError(f"latency is {self.latency}; give seconds, 0 or more")
         decode, prefill = self.dbo_decode_token_threshold, self.dbo_prefill_token_threshold
         if (decode is None) != (prefill is None):
             raise ValueError(
@@ -57,7 +57,7 @@ class AttentionFFN(Value):
 
     @property
     def micro_batching(self) -> MicroBatching | None:
-        """Conditions for dividing batches; None: always."""
+        """Conditions for dividing batches; None: batches are always divided."""
         decode, prefill = self.dbo_decode_token_threshold, self.dbo_prefill_token_threshold
         return None if decode is None or prefill is None else MicroBatching(self.micro_batches, decode, prefill)
 
@@ -77,7 +77,7 @@ class AfdCost:
         except ValueError as error:
             raise ValueError(f"there are no times for micro_batches {afd.micro_batches}: {error}; lower it") from None
         self._whole = self.grid if afd.micro_batching is None else _of_micro_batch(stages, 1)
-        self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower
+        self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs limits the rate
         self._ranks: dict[tuple[int, bool], GridCost] = {}
         self.own = self.rank(Graph("NONE"))
         self._together = lru_cache(1 << 14)(self._lines)
@@ -124,7 +124,7 @@ class AfdCost:
         of_rank = tokens / self._afd.attention
         outside = ticks(stages.outside_seconds(of_rank) + (0.0 if host.overlapped else cpu))
         dense, layers = stages.dense * count, stages.layers
-        # `alike_makespan` is the longest of these, whether the longest stage or the round trip is the bottleneck.
+        # `alike_makespan` is the longest of these lines, whether the longest stage or the round trip is the bottleneck.
         lines: list[tuple[Bound, int, int]] = [
             ("attention", layers * count, others),
             ("round trip", layers + count - 1, layers * others),
@@ -139,15 +139,15 @@ class AfdCost:
 
 
 def attention_ranks(first: EngineSpec, cost: AfdCost) -> list[EngineSpec]:
-    """The attention ranks of a group: engines like `first`, which has the group's name."""
+    """The attention ranks of a group, which are engines like `first`. The group has the name of `first`."""
     group = GroupSpec(first.name, cost, micro_batching=cost.micro_batching)
     return [replace(first, name=f"{first.name}-{rank}", cost=cost.own, group=group) for rank in range(cost.attention)]
 
 
 def _of_micro_batch(stages: StageGrid, count: int) -> EngineGrid:
-    """Times of a rank's attention in one layer for one of `count` micro-batches, by the rank's whole batch. A chunk is
-    divided evenly, and each part also attends to half of the tokens in the others. A single request, or token, is in
-    only one micro-batch."""
+    """Times of a rank's attention in one layer for one of `count` micro-batches, as a function of the rank's whole
+    batch. A chunk is divided evenly, and each part also attends to half of the tokens in the other parts. A single
+    request, or token, is in only one micro-batch."""
     grid = stages.attention
     if count == 1:
         return grid.slowed(1 / stages.layers)

@@ -1,6 +1,6 @@
-"""Asynchronous scheduling: an iteration is scheduled when the previous one begins, so the previous tokens are unknown.
+"""Asynchronous scheduling: an iteration is scheduled when the previous one begins, before its tokens are known.
 
-Invariant: a token in flight counts as generated for a request that continues; a request that ends with this token keeps
+Invariant: a token in flight counts as generated for a request that continues. A request that ends with this token keeps
 its place and its blocks until the token is known. So every event takes effect one boundary later than with synchronous
 scheduling. The rules are those of vLLM's `AsyncScheduler`.
 """
@@ -48,14 +48,14 @@ def plan_ahead(state: EngineState, now: int) -> bool:
 
 
 def drain_ahead(state: EngineState, now: int) -> None:
-    """Schedule nothing more: let the iteration in flight end."""
+    """Let the iteration in flight end, and schedule nothing more."""
     assert state.under_way is not None
     state.start, state.end, state.ticks = now, now + state.under_way.ticks, 0
 
 
 def complete_ahead(state: EngineState) -> list[Request]:
-    """End the iteration in flight, or all planned ones; the next one is then in flight. Returns the requests that
-    finished, in order."""
+    """End the iteration in flight, or all planned iterations. The next iteration is then in flight. Returns the
+    requests that finished, in order."""
     before, now = state.under_way, state.end
     assert before is not None
     if state.steps:
@@ -70,7 +70,8 @@ def complete_ahead(state: EngineState) -> list[Request]:
 
 
 def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()) -> None:
-    """Begin the scheduled iteration, if any. `late` are requests that were not in the one before."""
+    """Begin the scheduled iteration; `ticks` of 0: no iteration was scheduled. `late` are requests that were not in the
+    previous iteration."""
     generation = state.flight.generation
     if not ticks:
         state.under_way = None
@@ -81,8 +82,8 @@ def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: 
 
 
 def _land(state: EngineState, last: list[Request], stopped: Collection[Request]) -> None:
-    """Note the coming results of the iteration in flight. `last` are requests whose last token it generates, possibly
-    including some of the `stopped`, whose last token came with the one before."""
+    """Note the coming results of the iteration in flight. `last` are requests whose last token this iteration
+    generates. They may include requests in `stopped`, whose last token came with the previous iteration."""
     under_way, flight = state.under_way, state.flight
     assert under_way is not None
     generation, longest = flight.generation, state.config.max_model_len
@@ -111,7 +112,7 @@ def _land(state: EngineState, last: list[Request], stopped: Collection[Request])
     flight.finishing = []
     for request in ending:
         request.flight = -1
-        state.blocked = False  # it leaves budget to other requests
+        state.blocked = False  # an ending request leaves budget to other requests
     if generation.asks:
         for request in generation.reached():
             assert request.ask_at is not None

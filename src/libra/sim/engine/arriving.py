@@ -1,9 +1,9 @@
 """Requests that hold blocks without running. The KV of their contexts is pulled from another engine, loaded from a
 tier, or kept for an engine that pulls it.
 
-Invariant: a waiting request that holds blocks precedes all others, and is never preempted. The end of a transfer is
-seen at the end of the current iteration, like an arrival. The rules are those of vLLM's NIXL connector in pull mode,
-and of its `OffloadingConnector`. Pushed KV includes the first token of its request.
+Invariant: a waiting request that holds blocks precedes all other waiting requests, and is never preempted. The engine
+notices the end of a transfer at the end of the current iteration, like an arrival. The rules are those of vLLM's NIXL
+connector in pull mode, and of its `OffloadingConnector`. Pushed KV includes the first token of its request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Answer = Literal["nothing", "later", "no room", "never room", "begun"]  # of a l
 
 
 def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
-    """Like `BlockPool.find`, but without a last block that the engine has to compute again for the drafter."""
+    """As `BlockPool.find`, but without the last block if the engine has to compute it again for the drafter."""
     found, unheld = state.pool.find(path, most)
     if found and state.config.recomputes_block:
         found, unheld = state.pool.find(path, found - 1)
@@ -28,14 +28,14 @@ def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
 
 
 def pads(config: EngineConfig, tokens: int) -> bool:
-    """Whether a request that computes only its last token is padded with placeholder drafts: `max_model_len` has room
-    for the drafts and the token after them."""
+    """Whether a request that computes only its last token is padded with placeholder drafts. This is so if
+    `max_model_len` has room for the drafts and the token after them."""
     return tokens + config.tokens_each <= config.max_model_len
 
 
 def start_pull(state: EngineState, request: Request) -> bool:
-    """Take blocks for a whole prompt, and start the pull of its missing KV. Returns False if it does not fit in
-    addition to the blocks that other prompts still need."""
+    """Take blocks for a whole prompt, and start the pull of its missing KV. Returns False if the prompt does not fit
+    next to the blocks that other prompts still need."""
     config, pool = state.config, state.pool
     found = unheld = 0
     if pool.caching:
@@ -60,8 +60,8 @@ def start_pull(state: EngineState, request: Request) -> bool:
 
 
 def start_load(state: EngineState, request: Request) -> Answer:
-    """Look up the continuation of a cached prefix in the tiers, and start to load it. Answers "never room" if the whole
-    context does not fit: then blocks have to be released first."""
+    """Look up the continuation of a cached prefix in the tiers, and start to load it. The answer is "never room" if the
+    whole context does not fit before blocks are released."""
     config, pool, tiers = state.config, state.pool, state.tiers
     assert tiers is not None
     tokens, size = request.prompt_tokens + request.generated, config.block_size
@@ -89,7 +89,7 @@ def start_load(state: EngineState, request: Request) -> Answer:
 
 
 def _arrives(state: EngineState, request: Request, found: int, tokens: int) -> None:
-    """Note that KV of `tokens` tokens is on its way, except for the `found` blocks."""
+    """Note that KV of `tokens` tokens is in transfer, except for the `found` blocks."""
     request.written = found
     request.target = tokens
     request.reserves = True
@@ -106,10 +106,10 @@ def admit_arrived(
     cached: list[tuple[int, int]],
     pads_from: int | None,
 ) -> tuple[int, int, Request | None]:
-    """Admit requests whose KV has arrived, in order. The last token of a complete context is computed again, to sample
-    from; after at least `pads_from` tokens it is padded with placeholder drafts to the tokens of other requests.
-    Returns (budget left, tokens of their contexts, the first request that does not fit or must be computed after all).
-    The caller admits that request."""
+    """Admit requests whose KV has arrived, in order. The last token of a complete context is computed again, since the
+    next token is sampled from it. In contexts of more than `pads_from` tokens it is padded with placeholder drafts to
+    the tokens of other requests. Returns (budget left, tokens of the admitted contexts, first request that does not fit
+    or must be computed after all). The caller admits this request."""
     config, pool = state.config, state.pool
     contexts = 0
     for request in list(state.arriving):
@@ -156,7 +156,7 @@ def admit_arrived(
 
 
 def see(state: EngineState, now: int) -> None:
-    """Handle the ended transfers, in their order. Called at a boundary."""
+    """Handle the ended transfers, in order. Called at a boundary."""
     notices, state.notices = state.notices, []
     for notice in notices:
         request = notice.request
@@ -189,7 +189,7 @@ def see(state: EngineState, now: int) -> None:
 
 
 def _end_arrived(state: EngineState, request: Request, now: int) -> None:
-    """Finish a request that needs only the token that came with its KV."""
+    """Finish a request whose only missing token came with its KV."""
     del state.arriving[request]
     _write(state, request)
     state.let_go_blocks(request, request.target, request.target)
@@ -207,12 +207,12 @@ def _write(state: EngineState, request: Request) -> None:
 
 
 def give_up(state: EngineState, request: Request) -> None:
-    """Remove a request that holds blocks; they stay held while a transfer may still write to them."""
+    """Remove a request that holds blocks. The blocks stay held while a transfer may still write to them."""
     came = state.arriving.pop(request)
     if came == "under way":
         state.orphans.append(request)
         if state.config.speculative is not None or state.config.num_reserved_decode_tokens:
-            state.blocked = False  # nothing is reserved for it any more
+            state.blocked = False  # the blocks that were reserved for this request are available
         return
     state.ready -= 1
     if came == "written":

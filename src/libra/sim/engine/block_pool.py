@@ -1,8 +1,8 @@
 """The KV blocks of one engine: held blocks, findable blocks, and the order in which free blocks are reused.
 
-Invariant: blocks differ only by what the engine could know: their tokens, their holders, and the time of their release.
-A block of known tokens without a holder stays findable until it is the least recently released. The findable part of a
-context is always its beginning, without a gap.
+Invariant: blocks differ only in their tokens, their holders, and the time of their release. A block of known tokens
+without a holder stays findable until it is the least recently released. The findable part of a context is always its
+beginning, without a gap.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _END = 1 << 62  # end of a context without an end
 
 
 class BlockPool:
-    """Free blocks are reused in this order: those without known tokens, then the least recently released. A context's
-    blocks are released from the last to the first, so a prefix outlives its continuation."""
+    """Free blocks are reused in this order: first blocks without known tokens, then the least recently released blocks.
+    A context's blocks are released from the last to the first, so a prefix outlives its continuation."""
 
     __slots__ = (
         *("_free", "_runs", "blank", "block_size", "blocks", "caching"),
@@ -33,12 +33,12 @@ class BlockPool:
         self.block_size = block_size
         self.unit = block_size  # of paths, in tokens
         self.caching = caching
-        self.blank = blocks  # free, without tokens that could be found
-        self.findable = 0  # free, with known tokens
+        self.blank = blocks  # number of free blocks without tokens that could be found
+        self.findable = 0  # number of free blocks with known tokens
         self.shared = 0  # holders of blocks beyond the first of each block
         self.reads = BlockReads()
-        self._free: OrderedDict[Run, None] = OrderedDict()  # without holders, least recently released first
-        self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
+        self._free: OrderedDict[Run, None] = OrderedDict()  # runs without holders, least recently released first
+        self._runs: dict[Owner, list[Run]] = {}  # findable runs of an owner, in the order of blocks, without a gap
         self.copies = BlockCopies()
 
     @property
@@ -50,8 +50,8 @@ class BlockPool:
         return self.blocks - self.blank - self.findable
 
     def path(self, context: Owner) -> Path:
-        """Owners of the blocks of a request's context, or of a chain's, in `unit` tokens. A block that shares only its
-        first tokens with the parent's belongs to the child."""
+        """Owners of the blocks in the context of a request or a chain, in units of `unit` tokens. A block that shares
+        only its first tokens with the parent's block belongs to the child."""
         link = context if isinstance(context, Chain) else context.chain
         if link is None or link.parent is None:
             return ((link or context, 0, _END),)
@@ -87,23 +87,23 @@ class BlockPool:
         return found, unheld
 
     def admit(self, request: Request, found: int) -> None:
-        """Hold the first `found` blocks, which were found, of a request that begins to run."""
+        """Hold the first `found` blocks of a request that begins to run. These blocks were found."""
         if found:
             self.hold(request.path, found)
 
     def extend(self, request: Request, tokens: int, blocks: int) -> None:
-        """Take `blocks` blocks for a request, which then has those of its first `tokens` tokens."""
+        """Take `blocks` blocks for a request, which then holds the blocks of its first `tokens` tokens."""
         self.take(blocks)
 
     def slide(self, request: Request, computed: int, under_way: UnderWay | None) -> None:
-        """Release the blocks that a request no longer reads once it has computed `computed` tokens: none if all layers
-        read the whole context. Called before it takes blocks for an iteration."""
+        """Release the blocks that a request no longer reads once it has computed `computed` tokens. If all layers read
+        the whole context, there are none. Called before the request takes blocks for an iteration."""
 
     def grow(
         self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, taken: int, steps: int
     ) -> None:
-        """Take the blocks that the generating `running` requests need for the next `steps` iterations. Those of the
-        first `taken` iterations are taken already."""
+        """Take the blocks that the generating `running` requests need for the next `steps` iterations. The blocks of
+        the first `taken` iterations are taken already."""
         demand = generation.demand(steps)
         if taken:
             demand -= generation.demand(taken)
@@ -120,26 +120,27 @@ class BlockPool:
         free: int,
         enough: int,
     ) -> int:
-        """Number of the next `steps` iterations for which `free` blocks suffice, in addition to those of the first
-        `taken` ones. They suffice for `enough` iterations even if no running request releases any."""
+        """Number of the next `steps` iterations for which `free` blocks suffice; blocks of the first `taken` iterations
+        are taken already. `free` blocks suffice for `enough` iterations even if no running request releases blocks."""
         return enough
 
     def steady(
         self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, steps: int, wanted: int
     ) -> int:
-        """Number of the next `steps` iterations, the first of which has its blocks, before one in which `wanted` blocks
-        may be free, if none of the `running` requests ends."""
+        """Number of the next `steps` iterations before an iteration in which `wanted` blocks may be free, if none of
+        the `running` requests ends. The first iteration already has its blocks."""
         return steps
 
     def clip(self, request: Request, computed: int, tokens: int) -> int:
-        """Tokens of a request's next chunk, at most `tokens`, after `computed` tokens. 0: it waits for more budget."""
+        """Tokens of a request's next chunk, at most `tokens`, after `computed` tokens. 0: the request waits for more
+        budget."""
         return tokens
 
     def new_step_starts(self) -> None:
         """Note that an iteration is scheduled."""
 
     def hold(self, path: Path, blocks: int) -> None:
-        """Hold the first `blocks` blocks, which were found, of a context."""
+        """Hold the first `blocks` blocks of a context. These blocks were found."""
         for owner, start, end in path:
             if start >= blocks:
                 break
@@ -149,7 +150,7 @@ class BlockPool:
             for index, run in enumerate(runs):
                 if run.low >= end:
                     break
-                if run.high > end:  # the rest of the run does not change
+                if run.high > end:  # split the run; its rest does not change
                     if run.holders:
                         self.shared += end - run.low
                     else:
@@ -180,7 +181,7 @@ class BlockPool:
         while blocks:
             run = next(iter(self._free), None)
             if run is None:
-                raise ValueError(f"{blocks} blocks are requested, and fewer are free")
+                raise ValueError(f"too few blocks are free: {blocks} are missing")
             owner = run.owner
             if copied and owner in copied:
                 self._forget_last(run)
@@ -206,13 +207,13 @@ class BlockPool:
                 del self._runs[owner]
 
     def given_before(self, found: Mapping[Owner, int], most: int) -> int:
-        """Free blocks, at most `most`, that are reused before one that is still read or is among the first
-        `found[owner]` of its owner."""
+        """Number of free blocks, at most `most`, that are reused before a block that is still read, or that is among
+        the first `found[owner]` blocks of its owner."""
         return self.reads.given_before(self._free, self.blank, found, most)
 
     def write(self, request: Request, full: int, *, again: bool = False) -> None:
-        """Let others find the first `full` blocks of a request, which are now full of its tokens. With `again`, some of
-        the blocks were findable already, and the request computed them again instead of holding them."""
+        """Make the first `full` blocks of a request findable, which are now full of tokens. With `again`, some of the
+        blocks were findable already, and the request computed them again instead of holding them."""
         written, request.written = request.written, full
         own_copy = request in self.copies.own
         for owner, start, end in request.path:
@@ -234,7 +235,7 @@ class BlockPool:
                 else:
                     runs.append(Run(owner, begin, end, 1))
             elif begin < newest.high and (again or (end == begin + 1 and not own_copy)):
-                # The whole prompt was found, and its last block is computed again for the logits; or for a drafter.
+                # The whole prompt was found, and its last block is computed again for the logits or for a drafter.
                 self._write_again(request, owner, begin, end)
             else:
                 raise ValueError(
@@ -243,8 +244,8 @@ class BlockPool:
                 )
 
     def write_arrived(self, request: Request, full: int) -> None:
-        """Like `write`, for blocks whose tokens arrived from elsewhere. Other requests may have written them
-        meanwhile."""
+        """As `write`, for blocks whose KV arrived in a transfer. Other requests may have written the same blocks during
+        the transfer."""
         for owner, start, end in request.path:
             begin, end = max(start, request.written), min(end, full)
             if begin >= end:
@@ -257,7 +258,7 @@ class BlockPool:
         request.written = max(request.written, full)
 
     def _write_again(self, request: Request, owner: Owner, begin: int, end: int) -> None:
-        """Like `write`, for the blocks from `begin` to `end`, the first of which others may have, too."""
+        """As `write`, for the blocks from `begin` to `end`. The first of these may be findable already."""
         runs = self._runs[owner]
         known = max(begin, min(end, runs[-1].high))
         for block in range(begin, known):
@@ -266,10 +267,10 @@ class BlockPool:
             runs.append(Run(owner, known, end, 1))
 
     def adopt(self, path: Path, blocks: int) -> int:
-        """Take in the first `blocks` blocks of a context from elsewhere, as if a request had computed the missing
-        blocks and ended. The other blocks also count as just released, since they must outlive their continuation.
-        Returns the number of blocks now present: fewer than `blocks` if too few were free. No request may be about to
-        write the missing blocks."""
+        """Adopt the first `blocks` blocks of a context, as if a request had computed the missing blocks and ended. The
+        other blocks also count as just released, since they must outlive their continuation. Returns the number of
+        blocks now present, which is less than `blocks` if too few were free. No request may be about to write the
+        missing blocks."""
         found, _ = self.find(path, blocks)
         self.hold(path, found)
         here = found + min(blocks - found, self.free)
@@ -282,7 +283,7 @@ class BlockPool:
         return here
 
     def let_go(self, request: Request, tokens: int, known: int) -> None:
-        """Release all blocks of a request: those of `tokens` tokens, of which `known` are final."""
+        """Release all blocks of a request, which has blocks for `tokens` tokens; `known` of these are final."""
         held = -(-tokens // self.block_size)
         if not self.caching:
             self.blank += held
@@ -292,13 +293,13 @@ class BlockPool:
             self.discard(known // self.block_size, held)
 
     def release(self, request: Request, held: int) -> None:
-        """Release the `held` blocks of a request; those that it has written stay findable."""
+        """Release the `held` blocks of a request. Blocks that it has written stay findable."""
         self.blank += held - request.written
         self._let_go(request.path, request.written, self.copies.own.pop(request, ()))
 
     def _let_go(self, path: Path, blocks: int, copies: Sequence[Run]) -> None:
-        """Remove one holder of the first `blocks` blocks of a context. `copies` are the copies that it
-        held instead of these blocks."""
+        """Remove one holder of the first `blocks` blocks of a context. `copies` are the copies that this holder had
+        instead of some of these blocks."""
         free = self._free
         for owner, start, end in reversed(path):
             if start >= blocks:
@@ -313,7 +314,7 @@ class BlockPool:
                 run = runs[index]
                 mine = copies and [it for it in copies if it.owner is owner and run.low <= it.low < run.high]
                 if mine and mine[0] is not run:
-                    for copy in reversed(mine):  # others hold the copy that they find, never this one
+                    for copy in reversed(mine):  # no other request holds these copies, since none can find them
                         copy.holders = 0
                         self.findable += 1
                         free[copy] = None
@@ -330,8 +331,8 @@ class BlockPool:
                 free[run] = None
 
     def discard(self, full: int, held: int) -> None:
-        """Release `held` blocks that will never be found, of which the first `full` are full. Full blocks of known
-        tokens keep their place in the order of reuse, although they cannot be found."""
+        """Release `held` blocks that will never be found. The first `full` of them are full of known tokens, and keep
+        their place in the order of reuse."""
         self.blank += held - full
         if not full:
             return
@@ -343,7 +344,7 @@ class BlockPool:
             self._free[Run(None, 0, full, 0)] = None
 
     def resize(self, blocks: int) -> None:
-        """Set the number of blocks. Shrinking needs enough free ones, which are removed in the order of reuse."""
+        """Set the number of blocks. Shrinking removes free blocks in the order of reuse; enough must be free."""
         if blocks < self.blocks:
             self.take(self.blocks - blocks)
         else:
@@ -360,7 +361,7 @@ class BlockPool:
         self.copies.further.clear()
 
     def _forget_last(self, run: Run) -> None:
-        """Forget the last block of a run of an owner that has copies: the oldest copy takes its place."""
+        """Forget the last block of a run whose owner has copies. The oldest copy replaces the block."""
         owner = run.owner
         assert owner is not None
         runs = self._runs[owner]
@@ -390,7 +391,7 @@ class BlockPool:
             del self._runs[owner]
 
     def block_of(self, request: Request, owner: Owner, block: int) -> Block:
-        """The block that a request holds for these tokens: the owner's, or a further copy."""
+        """The block that a request holds as number `block` of `owner`: the owner's block, or a further copy."""
         copy = self.copies.of(request, owner, block)
         main = (owner, block)
         return main if copy is None or copy in self._runs.get(owner, ()) else copy

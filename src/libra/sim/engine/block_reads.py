@@ -29,8 +29,8 @@ class BlockReads:
     def __init__(self) -> None:
         self.reading: dict[Block, tuple[Reader, ...]] = {}
         self.given: dict[Block, tuple[Reader, ...]] = {}
-        self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held, not findable: (number, block)
-        self.fenced: list[tuple[int, Run]] = []  # the same once released: (blank blocks given away later, block)
+        self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held blocks that are not findable: (number, block)
+        self.fenced: list[tuple[int, Run]] = []  # released such blocks: (blank blocks that are reused later, block)
 
     def settle(self, now: int) -> None:
         """Remove the readers that have ended by `now`."""
@@ -48,8 +48,8 @@ class BlockReads:
             self.reading[block] = left
 
     def fence(self, request: Request, blank: int) -> None:
-        """Note that a request is about to release blocks that are read but not findable. They become blank, behind the
-        present `blank` ones, and the request's last block is reused first."""
+        """Note that a request is about to release blocks that are read but not findable. They become blank, on top of
+        the present `blank` blocks, and the request's last block is reused first."""
         self.fenced += [(blank + number - request.written, block) for number, block in self.unwritten.pop(request)]
 
     def give_blank(self, left: int) -> None:
@@ -68,12 +68,12 @@ class BlockReads:
             self.given[block] = self.reading.pop(block)
 
     def rename(self, block: Block, name: Block) -> None:
-        """Let a further copy become the block itself."""
+        """Note that the further copy `block` becomes the owner's block `name`."""
         if block in self.reading:
             self.reading[name] = self.reading.pop(block)
 
     def given_before(self, free: Iterable[Run], blank: int, found: Mapping[Owner, int], most: int) -> int:
-        """Like `BlockPool.given_before`, for `blank` blocks and then the `free` runs, in the order of reuse."""
+        """As `BlockPool.given_before`, for `blank` blocks and then the `free` runs, in the order of reuse."""
         fenced = next((after for after, block in reversed(self.fenced) if block in self.reading), None)
         if fenced is not None:
             return min(blank - 1 - fenced, most)

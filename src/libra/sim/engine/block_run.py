@@ -32,8 +32,8 @@ class BlockCopies:
     __slots__ = ("further", "own")
 
     def __init__(self) -> None:
-        self.further: dict[Owner, dict[int, list[Run]]] = {}  # of each block, oldest first
-        self.own: dict[Request, list[Run]] = {}  # copies that it holds although another copy can be found
+        self.further: dict[Owner, dict[int, list[Run]]] = {}  # further copies of each block, oldest first
+        self.own: dict[Request, list[Run]] = {}  # copies that a request holds although another copy can be found
 
     def add(self, request: Request, owner: Owner, block: int) -> None:
         """Note that a request has computed a block that was known already."""
@@ -42,12 +42,12 @@ class BlockCopies:
         self.further.setdefault(owner, {}).setdefault(block, []).append(copy)
 
     def of(self, request: Request, owner: Owner, block: int) -> Run | None:
-        """The copy of a block that a request holds, even if it is no longer a further one."""
+        """The copy of a block that a request holds, even if this copy has become the findable one; None: no copy."""
         mine = (it for it in self.own.get(request, ()) if it.owner is owner and it.low == block)
         return next(mine, None)
 
     def oldest(self, owner: Owner, block: int) -> Run | None:
-        """The oldest of the further copies of a block; None: there is none."""
+        """The oldest further copy of a block; None: the block has none."""
         copies = self.further[owner].get(block)
         return copies[0] if copies else None
 

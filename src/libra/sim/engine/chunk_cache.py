@@ -1,8 +1,8 @@
-"""The KV chunks that a tier holds, and the order in which they are evicted.
+"""The KV chunks in a tier, and the order in which they are evicted.
 
-Invariant: a chunk that is being written or read stays; either all chunks of a write are stored or none. The rules are
-those of vLLM's `CPUOffloadingManager` with its policies `lru` and `arc`. The chunks of a request count as used once, at
-its end, its last chunk first, so a prefix outlives its continuation.
+Invariant: a chunk that is being written or read is never evicted. Either all chunks of a write are stored or none. The
+rules are those of vLLM's `CPUOffloadingManager` with its policies `lru` and `arc`. The chunks of a request count as
+used once, at the request's end, last chunk first, so a prefix outlives its continuation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Presence = Literal["missing", "pending", "there"]
 
 @dataclass(slots=True, eq=False)
 class KVChunk:
-    pending: bool = True  # it is still being written
+    pending: bool = True  # whether the chunk is still being written
     readers: int = 0
 
     @property
@@ -54,7 +54,7 @@ class ChunkCache(ABC):
         return "missing" if chunk is None else "pending" if chunk.pending else "there"
 
     def begin_read(self, keys: Sequence[Key], access: Access) -> None:
-        """Begin to read present chunks: they stay until the read has ended."""
+        """Begin to read present chunks, which stay until the read has ended."""
         for key in keys:
             chunk = self._chunk(key)
             self.idle -= chunk.idle
@@ -69,7 +69,7 @@ class ChunkCache(ABC):
             self.idle += chunk.idle
 
     def begin_write(self, keys: Sequence[Key], access: Access) -> list[Key] | None:
-        """Begin to write those of the chunks that are missing, and return them. None: too few other chunks can be
+        """Begin to write those of these chunks that are missing, and return them. None: too few other chunks can be
         evicted."""
         found = {key: chunk for key in keys if (chunk := self._get(key)) is not None}
         new = [key for key in keys if key not in found]
@@ -123,11 +123,11 @@ class ChunkCache(ABC):
 
     @abstractmethod
     def _use(self, keys: Sequence[Key], access: Access) -> None:
-        """Note that a request that used these chunks has ended; the last chunks of its context come first."""
+        """Note that a request that used `keys` has ended. The last chunks of its context are first in `keys`."""
 
     @abstractmethod
     def _victims(self, count: int, spared: Collection[Key]) -> list[Key] | None:
-        """Evict `count` idle chunks that are not `spared`. None: there are fewer, and none is evicted."""
+        """Evict `count` idle chunks that are not `spared`. None: there are fewer, so no chunk is evicted."""
 
 
 class LruCache(ChunkCache):
@@ -164,8 +164,8 @@ class LruCache(ChunkCache):
 
 
 class ArcCache(ChunkCache):
-    """Adaptive replacement (Megiddo and Modha 2003): a queue of chunks used once, and one of chunks used more often.
-    Recently evicted chunks show which of the two has too little room."""
+    """Adaptive replacement (Megiddo and Modha 2003): a queue of chunks used once, and a queue of chunks used more
+    often. Recently evicted chunks show which of the two queues has too little room."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks)
@@ -173,7 +173,7 @@ class ArcCache(ChunkCache):
         self._often: OrderedDict[Key, KVChunk] = OrderedDict()
         self._gone_once: OrderedDict[Key, None] = OrderedDict()
         self._gone_often: OrderedDict[Key, None] = OrderedDict()
-        self._room = 0.0  # chunks that those used once are to have
+        self._room = 0.0  # target size of the queue of chunks used once
 
     def order(self) -> tuple[Hashable, ...]:
         queues = tuple(_told(self._once)), tuple(_told(self._often)), tuple(self._gone_once), tuple(self._gone_often)

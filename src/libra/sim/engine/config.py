@@ -1,7 +1,7 @@
 """Configuration of one engine, in vLLM's terms.
 
-Invariant: every configuration can run every request that it accepts: the KV cache holds the longest context, and one
-iteration has room for a token of every running request.
+Invariant: every configuration can run every request that it accepts. The KV cache has room for the longest context, and
+one iteration has room for a token of every running request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RoleName = Literal["colocated", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(Value):
-    """Names and defaults are vLLM's, if it has them."""
+    """Configuration of one engine. Names and defaults are vLLM's where vLLM has the option."""
 
     max_model_len: int  # tokens of the longest context, generated ones included
     kv_blocks: int  # blocks that requests can use: vLLM's `num_gpu_blocks` less the one it keeps for itself
@@ -36,17 +36,17 @@ class EngineConfig(Value):
     policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool = True
     watermark: float = 0.0  # share of the blocks that stays free when a request is admitted while others run
-    reserve_full_prompt: bool = True  # admit by the whole prompt, not its first chunk: `scheduler_reserve_full_isl`
-    capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
+    reserve_full_prompt: bool = True  # admission needs blocks for the whole prompt: `scheduler_reserve_full_isl`
+    capture_sizes: tuple[int, ...] = ()  # of CUDA graphs, to which smaller batches are padded; empty: no padding
     pipeline_parallel_size: int = 1
     kv_load_failure_policy: FailurePolicy = "fail"  # for requests whose KV does not arrive
-    # SGLang's: tokens that stay free for each request with KV when blocks are taken for one more prompt to pull
+    # SGLang's option: tokens that must stay free per request with KV when a pull takes blocks for another prompt.
     num_reserved_decode_tokens: int = 0
-    async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
+    async_scheduling: bool = False  # an iteration is scheduled when the previous one begins
     speculative: Speculative | None = None  # drafts that are verified with each token
-    kv_tiers: tuple[KVTier, ...] = ()  # where KV is offloaded to, the nearest first
-    # Layers that share a block table. None: one group, which reads the whole context. With groups, `block_size` is the
-    # least common multiple of theirs
+    kv_tiers: tuple[KVTier, ...] = ()  # memory to which KV is offloaded, nearest first
+    # Layers that share a block table. Empty: one group, which reads the whole context. With groups, `block_size` is the
+    # least common multiple of the groups' block sizes.
     kv_groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -178,8 +178,8 @@ class EngineConfig(Value):
 
     @property
     def step_budget(self) -> int:
-        """Tokens that the first request of an iteration may have; each request takes `input_slots` in addition to its
-        own tokens."""
+        """Most tokens of the first request of an iteration. Each request takes `input_slots` in addition to its own
+        tokens."""
         return self.max_num_batched_tokens - self.input_slots
 
     @property
@@ -206,7 +206,7 @@ class EngineConfig(Value):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Layouts of the KV groups, in their order."""
+        """Layouts of the KV groups, in order."""
         in_flight = self.max_num_batched_tokens * (1 + self.async_scheduling)
         return layouts(self.kv_groups, self.block_size, self.enable_prefix_caching, in_flight, self.max_model_len)
 
@@ -217,7 +217,8 @@ class EngineConfig(Value):
 
     @property
     def block_starts(self) -> tuple[int, ...]:
-        """Tokens of contexts, up to `block_size`, whose next token needs a block: once for each KV group."""
+        """Lengths of contexts, below `block_size`, whose next token needs a new block: one entry for each KV group and
+        length."""
         if not self.kv_groups:
             return (0,)
         return tuple(sorted(start for layout in self.layouts for start in layout.starts()))
@@ -231,7 +232,7 @@ class EngineConfig(Value):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds, in contexts of `max_model_len`."""
+        """Tokens for which the KV cache has room, in contexts of `max_model_len`."""
         if not self.kv_groups:
             return self.kv_blocks * self.block_size
         return self.kv_blocks * self.max_model_len // self.longest_blocks
@@ -265,7 +266,7 @@ class EngineConfig(Value):
         return int(self.watermark * (self.kv_blocks + 1))
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
 
@@ -274,8 +275,8 @@ class EngineRole(Value):
     """The part of a request's work that an engine does."""
 
     name: RoleName
-    takes: Literal["prompt", "context"]  # new requests, or those whose prompts were computed elsewhere
-    hands_over: bool  # another engine continues once the prompt is computed
+    takes: Literal["prompt", "context"]  # new requests, or requests whose prompts another engine has computed
+    hands_over: bool  # whether another engine continues once the prompt is computed
 
 
 COLOCATED = EngineRole("colocated", "prompt", hands_over=False)
@@ -295,8 +296,8 @@ class EngineSpec(Value):
     node: str = ""  # engines of one node move KV over its links
     devices: int = 1  # GPUs
     role: EngineRole = COLOCATED
-    kv_bytes: float = 0.0  # of a token, on all devices together; a pull reads them
-    group: GroupSpec | None = None  # the engine is a rank of it, and `cost` is the group's then
+    kv_bytes: float = 0.0  # KV bytes of a token on all devices together, for transfers
+    group: GroupSpec | None = None  # group of which the engine is a rank; `cost` is then the group's
 
     def __post_init__(self) -> None:
         if self.config.kv_groups and self.role != COLOCATED:
@@ -307,7 +308,7 @@ class EngineSpec(Value):
 
     @property
     def defers(self) -> bool:
-        """Whether blocks that the current iteration may write are released only at its end: for a KV consumer."""
+        """Whether blocks that the current iteration may write are released only at its end, as for a KV consumer."""
         config = self.config
         return bool(self.role == DECODE or config.kv_tiers) and (
             config.async_scheduling or config.pipeline_parallel_size > 1

@@ -1,8 +1,8 @@
 """Requests that generate with drafts: each iteration gives the accepted drafts and one more token.
 
-Invariant: the computation, blocks and tokens of a request in each of its iterations are known when it enters, as if it
-were alone. The batch is kept as sums over its requests for each future iteration. A request that gets fewer tokens in
-an iteration than it wants, or none, enters anew.
+Invariant: when a request joins the batch, its computation, blocks and tokens are known for each of its iterations, as
+if it ran alone. The batch is kept as sums over its requests for each future iteration. A request that gets fewer tokens
+in an iteration than it wants, or no token, leaves the batch and joins it again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import Draws, Ints, Speculative
 
+# Columns of sums, with a line for each iteration.
 ATTENDED: Final = 0  # tokens that are attended to
-BLOCKS: Final = 1  # held from an iteration on
-ROWS: Final = 2  # tokens in it
-_FEWEST = 1024  # iterations for which there is room, at least
+BLOCKS: Final = 1  # blocks held from the iteration on
+ROWS: Final = 2  # tokens computed in the iteration
+_FEWEST = 1024  # least number of iterations for which an array of sums has room
 
 
 class Course:
@@ -42,12 +43,12 @@ class Course:
         offset: int,
     ) -> None:
         self.start = start
-        self.known = known  # tokens that others can find before it
-        self.generated = generated  # before it
-        self.held = held  # blocks, before it
-        self.tokens = tokens  # of the context before each iteration, with the one to compute next; and after the last
-        self.sums = sums  # its part of the batch's sums
-        self.undrawn = undrawn  # iterations that verify nothing: 1 if its first one does not
+        self.known = known  # tokens that other requests can find before `start`
+        self.generated = generated  # tokens generated before `start`
+        self.held = held  # blocks held before `start`
+        self.tokens = tokens  # tokens of the context, with the next to compute, before each iteration and at the end
+        self.sums = sums  # the request's part of the batch's sums
+        self.undrawn = undrawn  # iterations that verify nothing: 1 if the first iteration verifies nothing, otherwise 0
         self.offset = offset
 
 
@@ -83,8 +84,8 @@ class Drawn(Generation):
         self._more, self._slack = np.array(self._each - 1), np.array(self._lookahead + self._size - 1)
         self._block = np.array(self._size)
         self._sums = np.zeros((_FEWEST, 3), np.int64)
-        self._origin = self._end = 0  # iteration of the first line, and of the first that has nothing
-        self._held = 0  # blocks, before the next iteration
+        self._origin = self._end = 0  # iterations of the first line of the sums, and of the first unused line
+        self._held = 0  # blocks held before the next iteration
         self._offsets = self._squares = 0
 
     @property
@@ -92,7 +93,7 @@ class Drawn(Generation):
         return self._sums.item(self.iteration - self._origin, ROWS) if self.count else 0
 
     def spread(self, absent: Collection[Request] = ()) -> int:
-        """Like `Generation.spread`, for contexts that all grow by the mean."""
+        """As `Generation.spread`, if every context grows by the mean number of tokens."""
         count, offsets, squares = self.count, self._offsets, self._squares
         for request in absent:
             offset = _course(request).offset
@@ -178,8 +179,8 @@ class Drawn(Generation):
         return self._done()
 
     def _enter(self, request: Request, start: int, known: int, generated: int, held: int, first: int | None) -> None:
-        """Let a request generate from the iteration `start` on. It holds `held` blocks, and others can find its first
-        `known` tokens; `first` limits its tokens in the first iteration, if it wants more."""
+        """Let a request generate from the iteration `start` on. It holds `held` blocks, and other requests can find its
+        first `known` tokens. In the first iteration it gets at most `first` tokens; None: no such limit."""
         undrawn, tokens = self._tokens(request, generated, first)
         before, begin, steps = tokens[:-1], tokens.item(0), len(tokens) - 1
         sums = np.empty((steps, 3), np.int64)
@@ -196,7 +197,7 @@ class Drawn(Generation):
         if limited:
             np.minimum(blocks, self._length + self._size - 1, blocks)
         np.floor_divide(blocks, self._block, blocks)
-        if blocks.item(0) < held:  # a longer earlier row took them
+        if blocks.item(0) < held:  # the request took blocks for more tokens in an earlier iteration
             np.maximum(blocks, held, blocks)
         offset = begin - round(self._mean * start)
         self._put(request, Course(start, known, generated, held, tokens, sums, undrawn, offset), start + steps - 1)
@@ -204,8 +205,9 @@ class Drawn(Generation):
             self.ask(request)
 
     def _tokens(self, request: Request, generated: int, first: int | None) -> tuple[int, Ints]:
-        """(iterations without verification, 0 or 1; tokens of a request's context before each iteration and after the
-        last). The next iteration has `first` tokens of the request; None: all that it wants."""
+        """Returns the number of iterations without verification (0 or 1), and the tokens of a request's context before
+        each iteration and after the last. The request gets `first` tokens in the next iteration; None: all that it
+        wants."""
         draws, number, verified = self._draws, request.number, request.verifications
         begin, end = request.prompt_tokens + generated, request.prompt_tokens + request.output_tokens
         if first == 1 and begin < end:
@@ -220,7 +222,7 @@ class Drawn(Generation):
         at = self._room(course.start, steps)
         sums = self._sums[at : at + steps]
         sums += course.sums
-        if course.start > self.iteration:  # it is not in the next one
+        if course.start > self.iteration:  # the request is not in the next iteration
             self._sums[at - 1, BLOCKS] += course.held
         self._held += course.held
         heappush(self._ends, (last, request.admission, request))
@@ -230,7 +232,7 @@ class Drawn(Generation):
         self._look()
 
     def _leave(self, request: Request) -> tuple[Course, int]:
-        """Take a request out of the sums. Returns its course, and the number of its iterations that are over."""
+        """Take a request out of the sums. Returns its course, and how many of the course's iterations are over."""
         course = _course(request)
         over = self.iteration - course.start
         rest = course.sums[max(over, 0) :]
@@ -254,7 +256,7 @@ class Drawn(Generation):
         self.context = self.context_after(0)
 
     def _room(self, start: int, steps: int) -> int:
-        """The index of the row of iteration `start`. Makes room for `steps` rows from there on."""
+        """Make room in the sums for `steps` iterations from `start` on. Returns the index of the line of `start`."""
         at = start - self._origin
         if at + steps >= len(self._sums):
             kept = self._sums[self.iteration - self._origin : max(self._end, self.iteration) - self._origin]
@@ -273,10 +275,10 @@ def _course(request: Request) -> Course:
 
 
 def held_by(course: Course, over: int) -> int:
-    """Blocks held after `over` of the iterations."""
+    """Blocks that a request holds after the first `over` iterations of its course."""
     return course.sums.item(over - 1, BLOCKS) if over > 0 else course.held
 
 
 def _known(course: Course, over: int) -> int:
-    """Tokens that others can find after `over` of the iterations."""
+    """Tokens that other requests can find after the first `over` iterations of a course."""
     return course.tokens.item(over - 1) if over > 0 else course.known

@@ -19,21 +19,21 @@ from libra.sim.engine.speculative import Ints
 
 
 class CourseAhead(Course):
-    """The iterations of one request from `start` on; iterations without the request are left out. They go to its last
-    iteration, and possibly a useless one after it. Or they go to the iteration whose tokens `max_model_len` limits,
-    which depends on the previous one."""
+    """The iterations from `start` on that include one request. They end with the request's last iteration, or with a
+    useless one after it. They end earlier at an iteration whose tokens `max_model_len` may limit, since its tokens
+    depend on the drafts accepted before."""
 
     __slots__ = ("before", "overruns", "positions", "since", "whole")
 
     before: int  # tokens generated before the iteration that was under way when the course was made
-    since: int  # the next iteration to be decided at that time: `start`, or the one before it
+    since: int  # the next iteration to be decided when the course was made: `start`, or `start` - 1
     positions: Ints  # tokens of the context before each iteration if all drafts under way are accepted
-    whole: bool  # the course goes to the last iteration
-    overruns: bool  # and to one further iteration
+    whole: bool  # the course reaches the request's last iteration
+    overruns: bool  # the course also includes the useless iteration after the last one
 
     @property
     def end(self) -> int:
-        """The last iteration, or the one that is not known."""
+        """The request's last iteration; if the course ends before it, the first iteration that is not known."""
         return self.start + len(self.tokens) - 1 - self.whole
 
 
@@ -45,7 +45,7 @@ class DrawnAhead(Drawn):
     def add(self, request: Request, slots: int) -> None:
         generated, held = request.generated, -(-slots // self._size)
         self._follow(request, self.iteration, generated, generated - 1, held, request.target + request.padding)
-        if request.ask_at == generated < request.output_tokens:  # it is under way
+        if request.ask_at == generated < request.output_tokens:  # the token to ask at is under way
             heappush(self.asks, (self.iteration - 1, request.admission, request))
 
     def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
@@ -121,8 +121,8 @@ class DrawnAhead(Drawn):
         position: int,
         first: int | None = None,
     ) -> None:
-        """Let a request generate from the iteration `start` on, scheduled from `position`. It has `first` tokens in
-        iteration `start`; None: all that it wants. It holds `held` blocks."""
+        """Let a request generate from the iteration `start` on, scheduled as if its context had `position` tokens. It
+        gets `first` tokens in iteration `start`; None: all that it wants. It holds `held` blocks."""
         each, longest = self._each, self._length
         undrawn, tokens = self._tokens(request, generated, first)
         context, steps = tokens.item(0), len(tokens) - 1
@@ -147,7 +147,7 @@ class DrawnAhead(Drawn):
         sums = np.empty((columns, 3), np.int64)
         sums[:, ROWS] = rows[:columns]
         sums[:, ATTENDED] = tokens[:columns] + rows[:columns] - 1
-        sums[:, BLOCKS] = np.maximum(-(-slots // self._size), held)  # a longer earlier row may have taken them
+        sums[:, BLOCKS] = np.maximum(-(-slots // self._size), held)  # an earlier iteration may have taken more
         offset = context - round(self._mean * start)
         course = CourseAhead(start, context - 1, generated, held, tokens, sums, undrawn, offset)
         course.before, course.since, course.positions = before, self.iteration, positions
@@ -165,7 +165,7 @@ class DrawnAhead(Drawn):
         return course, over
 
     def _slots(self, course: CourseAhead, at: int, row: int) -> int:
-        """Tokens for which a request holds blocks in its iteration `at`, with `row` tokens in it."""
+        """Tokens for which a request holds blocks in the iteration `at` of its course, if it has `row` tokens in it."""
         return min(course.positions.item(at) + row + self._lookahead, self._length)
 
 

@@ -1,8 +1,7 @@
 """The interface of one simulated engine: its calls, its plans, and its results.
 
-Invariant: the rules are those of vLLM's V1 scheduler, iteration by iteration; they are in the modules of an iteration's
-phases. As long as only the number of tokens can change, iterations are advanced together instead of one by one, without
-a visible difference.
+Invariant: each iteration follows the rules of vLLM's V1 scheduler; one module for each phase of an iteration has them.
+While only numbers of tokens change, many iterations are advanced together, with the same results as one by one.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from libra.sim.engine.tiers import Tiers
 
 @dataclass(slots=True, eq=False, repr=False)
 class SimEngine(EngineState):
-    """An engine driven from outside: `plan` says when the next event ends, `commit` applies it at that tick.
+    """An engine driven by its caller: `plan` returns the tick at which the next event ends, `commit` applies the event
+    at that tick.
 
     `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may be called at any tick in between, and return True if
-    they moved the end forward. At one tick, the caller commits first, then makes these calls, then plans. After each of
-    these calls except `ask`, and after `adopt`, the caller has to plan an engine that is not busy, or is open. Blocks
-    for KV are taken with a plan. `pull_ended` reports that the KV arrived or never will, `sent` that KV kept by a
-    request is no longer needed.
+    the event now ends earlier. At one tick, the caller commits first, then makes these calls, then plans. After each of
+    these calls except `ask`, and after `adopt`, the caller has to plan an engine that is not busy, or is open. Only
+    `plan` takes blocks for KV that is pulled. `pull_ended` reports that the KV arrived or never will; `sent` reports
+    that KV kept by a request is no longer needed.
 
-    `asked` are the running requests that reached their `ask_at` with the last commit. `interrupted` are requests that
-    left unfinished with the last plan. `pulls` are requests whose KV got blocks, and the number of blocks. `ended` are
-    requests that ended without running: their KV did not arrive, or they needed only its first token. The next commit
-    or plan clears them all.
+    `asked` lists the running requests that reached their `ask_at` with the last commit. `interrupted` lists requests
+    that left unfinished with the last plan. `pulls` lists requests that got blocks for their KV, with the number of
+    blocks. `ended` lists requests that ended without running: their KV did not arrive, or they needed only the first
+    token, which came with the KV. The next commit or plan clears the four lists.
     """
 
     open: bool = field(default=False, init=False)  # may plan more before `end`
@@ -55,7 +55,7 @@ class SimEngine(EngineState):
         """
         config = self.config
         if self.closing:
-            raise ValueError(f"engine {self.index} is closing: submit request {request.number} to another one")
+            raise ValueError(f"engine {self.index} is closing: submit request {request.number} to another engine")
         if request.ask_at is not None and request.ask_at <= request.generated:
             raise ValueError(_too_late(request, request.ask_at, request.generated))
         request.engine = self.index
@@ -69,14 +69,14 @@ class SimEngine(EngineState):
             request.path = self.pool.path(request)
         self.carry(request.prompt_tokens)
         if not self.waiting.push(request) and self.blocked:
-            return False  # it waits behind a request that does not fit
+            return False  # the request waits behind one that does not fit
         self.blocked = False
         if len(self.running) >= config.max_num_seqs:
             return False
         return cut_stretch(self, now)
 
     def cancel(self, request: Request, now: int) -> bool:
-        """Stop a request at the end of the current iteration, unless it finishes with that one. From then on
+        """Stop a request at the end of the current iteration, unless it finishes with that iteration. After that,
         `generated` is final."""
         if not self._has(request):
             return False
@@ -85,16 +85,16 @@ class SimEngine(EngineState):
 
     def interrupt(self, request: Request, now: int) -> bool:
         """Stop a request at the end of the current iteration, to continue on another engine. Unless it finishes with
-        that iteration, it is in `interrupted` after the next plan, and `generated` is the number of tokens that its
-        owner keeps: a new request has them in its prompt. A request that is leaving already is not affected."""
+        that iteration, the next plan puts it into `interrupted`. Its owner keeps the `generated` tokens, and puts them
+        into the prompt of a new request. A request that is already leaving is not affected."""
         if not self._has(request) or request in self.leaving:
             return False
         mark(self, request, "interrupted")
         return cut_stretch(self, now)
 
     def release_leaving(self, now: int) -> None:
-        """Release the leaving requests at a boundary, before the plan that would do so: other events at that tick may
-        depend on it."""
+        """Release the leaving requests at a boundary. The next plan would release them, too, but other events at that
+        tick may depend on the release."""
         if not self.busy and self.leaving:
             leave(self, sorted(self.leaving, key=lambda it: it.number), now)
 
@@ -106,9 +106,9 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def close(self, now: int) -> bool:
-        """Take no more work, and stop for good at the end of the current iteration (or pause). The next plan is None,
-        and releases all unfinished requests: they are in `interrupted`, running ones first. All `ask_at` are dropped.
-        The contents of the cache can still be looked up."""
+        """Take no more work, and stop for good at the end of the current iteration or pause. The next plan returns
+        None, and puts all unfinished requests into `interrupted`, running ones first. Each `ask_at` is dropped. The
+        cache can still be looked up."""
         if self.closing:
             return False
         self.closing = True
@@ -117,13 +117,15 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def ask(self, request: Request, tokens: int, now: int) -> bool:
-        """Stop at the end of the iteration with which a request has generated `tokens` tokens; it is then in `asked`.
+        """Stop at the end of the iteration with which a request has generated `tokens` tokens, and put the request into
+        `asked`.
 
         This replaces the request's `ask_at`. A request that finishes with that token or before is not in `asked`.
-        Raises ValueError for a request that is not running or waiting here, is leaving, or has these tokens already.
+        Raises ValueError if the request is leaving, has generated `tokens` tokens already, or neither runs nor waits on
+        this engine.
         """
         if not self._has(request):
-            raise ValueError(f"request {request.number} does not run or wait on engine {self.index}: ask its own")
+            raise ValueError(f"request {request.number} is not on engine {self.index}: ask the engine that has it")
         if self.closing or request in self.leaving:
             raise ValueError(f"request {request.number} leaves engine {self.index} with this iteration: ask earlier")
         generated = self.generated_by(request, now)
@@ -143,14 +145,14 @@ class SimEngine(EngineState):
         return cut_to(self, steps)
 
     def pull_ended(self, request: Request, now: int, failure: str | None = None, *, first_token: bool = False) -> bool:
-        """Note that the KV of a request's prompt has arrived, possibly with its first token; or that the transfer has
-        failed, with the reason. The engine sees this at the end of the current iteration. If the request was cancelled
-        meanwhile, its blocks are then free."""
+        """Note that the KV of a request's prompt has arrived, possibly with the request's first token; or that the
+        transfer has failed, for the reason `failure`. The engine sees this at the end of the current iteration; it then
+        frees the blocks of a request that was cancelled meanwhile."""
         self.notices.append(PullEnd(request, failure, first_token))
         return cut_stretch(self, now)
 
     def sent(self, request: Request, now: int) -> bool:
-        """Free the blocks that a finished request keeps, at the end of the current iteration, or now without one."""
+        """Free the blocks that a finished request keeps: at the end of the current iteration, or now if none runs."""
         self.notices.append(Sent(request))
         if not self.busy:
             self.count_held(now)
@@ -158,15 +160,18 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:
-        """Take in the KV of a context's first `tokens` tokens from another engine. Returns how many of them are newly
-        present. Missing full blocks become findable, without a holder. They replace the least recently released blocks,
-        never held ones: if too few are free, the first that fit are taken. Tokens that a running request is about to
-        compute count as present, and nothing after them is taken; without prefix caching all count as present. All
-        present blocks of these tokens count as released last. The end may move forward, as with `submit`, since a
-        waiting request may fit now: compare `end`. Raises ValueError if the engine is closing, and for a request that
-        has ended or has fewer than `tokens` tokens."""
+        """Take in the KV of a context's first `tokens` tokens from another engine. Returns how many of these tokens are
+        newly present.
+
+        Missing full blocks become findable, without a holder. They replace the least recently released blocks, and
+        never held ones; if too few blocks are free, the last missing blocks are left out. Tokens that a running request
+        is about to compute count as present, and no later block is taken in. Without prefix caching all tokens count as
+        present. All present blocks of these tokens count as released last. A waiting request may fit now, so that the
+        current event ends earlier: compare `end`. Raises ValueError if the engine is closing, or if the request has
+        ended or has fewer than `tokens` tokens.
+        """
         if self.closing:
-            raise ValueError(f"engine {self.index} is closing: send KV to another one")
+            raise ValueError(f"engine {self.index} is closing: send KV to another engine")
         new = take_in(self, context, tokens, now)
         if new:
             self.blocked = False
@@ -201,8 +206,8 @@ class SimEngine(EngineState):
         return generation.generated(request, ended)
 
     def cached_tokens(self, context: Chain | Request, now: int) -> int:
-        """Tokens of a context's beginning whose KV can be found: all findable ones for a chain; for a request those
-        that it need not compute if admitted."""
+        """Tokens from the beginning of a context whose KV is in the cache. For a request, only tokens that it need not
+        compute if it is admitted; for a chain, all of them."""
         return cached_blocks(self, context, now) * self.config.block_size
 
     def kv_usage(self, now: int) -> float:
@@ -212,7 +217,7 @@ class SimEngine(EngineState):
 
     def token_seconds(self, now: int) -> float:
         """Seconds per token of one more sequence of mean length, while all accepted sequences run. If KV memory or
-        `max_num_seqs` do not allow this, sequences alternate."""
+        `max_num_seqs` does not allow all of them at once, sequences take turns."""
         config, flights = self.config, len(self.flights.all)
         accepted = -(-(len(self.running) + len(self.arriving) + len(self.waiting)) // flights)
         # Generated tokens count as far as they exceed the prompts of requests that do not generate yet.
@@ -229,19 +234,19 @@ class SimEngine(EngineState):
         return base + slope * context
 
     def recall_rate(self, now: int) -> float:
-        """Recalls per second by the lender of its device."""
+        """Recalls per second by the lender of the engine's device."""
         return 0.0
 
     @property
     def borrowed(self) -> bool:
-        """Whether the engine yields to the lender of its device. It stops at once; its KV can still be fetched."""
+        """Whether the engine has to yield its device to a lender. It then stops at once; its KV stays available."""
         return False
 
     # Next event
 
     def plan(self, now: int) -> int | None:
-        """Decide at an iteration's boundary what to do, and return the tick of its end. None: there is nothing to do; a
-        closing engine is then closed."""
+        """Choose the next event at an iteration's boundary, and return the tick at which the event ends. None: there is
+        nothing to do; a closing engine is then closed."""
         if self.asked or self.interrupted or self.pulls or self.ended:
             self._forget_told()
         if now > self.seen:
@@ -286,7 +291,7 @@ class SimEngine(EngineState):
         return self.end
 
     def _iterate_with(self, tiers: Tiers, now: int) -> int | None:
-        """Like `_iterate` with tiers: an iteration may have to wait for a store, and an engine for KV."""
+        """As `_iterate`, with tiers: an iteration may have to wait for a store, and an engine for KV."""
         self.wait = 0
         ahead = self.config.async_scheduling
         if plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps):
@@ -308,7 +313,7 @@ class SimEngine(EngineState):
         return self.end
 
     def _drain(self, now: int) -> int:
-        """Send no batch until those in flight have ended; then begin the pause."""
+        """Let the batches in flight end, without a new one; then begin the pause."""
         if self.flights.under_way:
             self.end = self.flights.under_way[0].end
         elif self.under_way is not None:
@@ -365,7 +370,7 @@ class SimEngine(EngineState):
         return request.engine == self.index and request.status in ("waiting", "running")
 
     def _forget_told(self) -> None:
-        """Start new lists; a caller that has the old ones keeps them."""
+        """Replace the lists of the last commit and plan by new ones; a caller may keep the old lists."""
         self.asked, self.interrupted, self.pulls, self.ended = [], [], [], []
 
     def _close(self, now: int) -> None:
@@ -375,13 +380,13 @@ class SimEngine(EngineState):
             if request not in self.leaving:
                 mark(self, request, "interrupted")
         leave(self, unfinished, now)
-        self.leaving.clear()  # of those that finished
+        self.leaving.clear()  # only finished requests are left in it
         self.closed, self.busy, self.open = True, False, False
         self.start = now
 
 
 def _too_late(request: Request, tokens: int, generated: int) -> str:
     return (
-        f"request {request.number} has generated {generated} tokens; ask for {generated + 1} or more of them, not"
+        f"request {request.number} has generated {generated} tokens: set ask_at to {generated + 1} or more, not"
         f" {tokens}"
     )

@@ -1,6 +1,7 @@
-"""The slowest of several engines in each of the following iterations: the upper envelope of their lines.
+"""The upper envelope of the lines of several engines: the ticks of the slowest engine in each coming iteration.
 
-Invariant: whole ticks; the envelope is the largest line at every iteration, wherever it is cut.
+Invariant: ticks are whole numbers. In every iteration the envelope equals the largest line, even if the iterations are
+split in parts and each part has its own envelope.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from libra.sim.engine.speculative import Ints
 
 def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, int, int]]:
     """(iterations, ticks of the first, growth, line) of the pieces of the envelope over `steps` >= 1 iterations. Line
-    `i` takes `first[i] + k * growth[i]` ticks in iteration `k`; of several equally large ones, the one that grows least
-    is named."""
+    `i` takes `first[i] + k * growth[i]` ticks in iteration `k`. If several lines are equally large, the piece names the
+    line that grows least."""
     at = 0
     while at < steps:
         values = first + growth * at
@@ -32,9 +33,9 @@ def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, i
 
 
 def scaled(ticks: Ints, growth: Ints, lines: tuple[tuple[int, int], ...]) -> tuple[Ints, Ints]:
-    """Lines of whole iterations, from lines of the engines' own parts, which take `ticks` and grow by `growth`. For
-    each engine's part `own`, the iteration takes the longest of `factor * own + more` over all (factor, more) of
-    `lines`."""
+    """Lines of whole iterations. An engine's own part takes `ticks` in the first iteration, and grows by `growth`. An
+    iteration takes the largest `factor * own + more` over all (factor, more) of `lines`, where `own` are the ticks of
+    an engine's own part."""
     if len(lines) == 1 and lines[0][0] == 1:
         return ticks + lines[0][1], growth
     return (

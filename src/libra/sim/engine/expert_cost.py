@@ -1,7 +1,7 @@
 """Duration of an iteration of data-parallel ranks that divide the experts of a model over all their GPUs.
 
-Invariant: in each layer all wait for the GPU whose experts get most tokens: the fullest one in expectation, or one
-drawn for every iteration. The expert load depends on the iteration alone, so no schedule changes it.
+Invariant: in each layer all ranks wait for the GPU whose experts get most tokens: most in expectation, or in a draw
+for that iteration. The expert load depends only on the iteration's number, so no schedule changes it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLoad:
-    """Load of each expert: `shares` of the first phase, the second one, .., each of `phase` iterations."""
+    """Load of each expert: `shares` lists the phases in their order, each of `phase` iterations."""
 
     shares: Callable[[int], Shares]
     active: int  # experts of a token
     phase: int | None = None  # None: there is only one phase
-    drawn: int | None = None  # seed, if each iteration has a draw of its own
+    drawn: int | None = None  # seed, if each iteration has its own draw; None: expected loads
 
     def at(self, iteration: int) -> Shares:
         return self.shares(0 if self.phase is None else iteration // self.phase)
@@ -58,10 +58,11 @@ class ExpertLoad:
 
 
 class ExpertCost:
-    """`GroupCost` of such ranks. An iteration in which experts move takes longer, as with vLLM's balancer without
-    `use_async`: each GPU receives its new experts over its network. `drafter` has the times of the drafter on a rank.
-    If that is a layer with such experts (`draft_experts`), its first pass has all tokens of the iteration, and each
-    further one a token of every request, padded to the fullest rank. Raises ValueError if the grid is too small."""
+    """`GroupCost` of ranks that divide experts. An iteration in which experts move takes longer, as with vLLM's
+    balancer without `use_async`: each GPU receives its new experts over its network. `drafter` has the times of the
+    drafter on a rank. With `draft_experts` the drafter is a layer whose experts are divided, too: its first pass has
+    all tokens of the iteration, and each further pass one token per request, padded to the fullest rank. Raises
+    ValueError if the grid is too small."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class ExpertCost:
             raise ValueError(
                 f"num_redundant_experts is {slots - experts}: {slots} experts are not a multiple of {grid.gpus} GPUs"
             )
-        self._placements = [initial_placement(experts, slots, grid.layers)]  # by the number of moves before it
+        self._placements = [initial_placement(experts, slots, grid.layers)]  # one for each number of moves before it
         self._pauses = [0]  # ticks of the move to each placement
         self._ranks: dict[Graph, GridCost] = {}
         self.rank(Graph("NONE"))
@@ -126,7 +127,7 @@ class ExpertCost:
         return Together(tuple(lines), until - iteration if until < UNLIMITED else UNLIMITED)
 
     def fullest(self, iteration: int) -> float:
-        """Tokens of the fullest GPU in an iteration, relative to the mean of all GPUs, averaged over the layers."""
+        """Tokens of the fullest GPU in an iteration, divided by the mean over all GPUs and averaged over the layers."""
         balancing, load = self._balancing, self._load
         moves = 0 if balancing is None else balancing.moves(iteration)
         self._move(moves)
@@ -134,7 +135,7 @@ class ExpertCost:
         return float(self._shares(moves, phase).max(axis=1).mean()) * self._grid.gpus
 
     def _layer_ticks(self, tokens: int, moves: int, phase: int) -> int:
-        fullest = self._shares(moves, phase).max(axis=1)  # [layers] of all tokens
+        fullest = self._shares(moves, phase).max(axis=1)  # [layers], as shares of all tokens
         return ticks(float(self._grid.layer_seconds(fullest * tokens).sum()))
 
     def _drawn(self, tokens: int, moves: int, phase: int, iteration: int) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Path, Request
 
-# (request, path, tokens, known): a request that left, whose blocks an iteration under way may still write. They hold
-# `tokens` tokens, of which `known` are final.
+# (request, path, tokens, known): a request that left, while an iteration under way may still write to its blocks. The
+# blocks hold `tokens` tokens, of which `known` are final.
 Deferred = tuple[Request, Path, int, int]
 
 
@@ -26,9 +26,9 @@ class Flight:
     finishing: list[Request] = field(default_factory=list)  # the iteration under way completes their prompts
     chunk: Request | None = None  # a chunk of its prompt, but not the last chunk, is under way
     deferred: list[Deferred] = field(default_factory=list)  # released when the batch has landed
-    waits: bool = False  # for blocks that another batch under way may still write
+    waits: bool = False  # it waits for blocks to which another batch under way may still write
     under_way: bool = False
-    start: int = 0  # ticks, of the iteration under way
+    start: int = 0  # tick at which the iteration under way began
     end: int = 0
 
 
@@ -39,25 +39,25 @@ class UnderWay:
 
     ticks: int
     absent: Collection[Request] = ()  # generating requests that are not in it
-    late: Collection[Request] = ()  # not in the previous iteration, so their tokens in this one are known already
-    chunk: Request | None = None  # computes a chunk of its prompt, but not the last chunk
+    late: Collection[Request] = ()  # requests not in the previous iteration, whose input tokens are thus known
+    chunk: Request | None = None  # request that computes a chunk of its prompt, but not the last chunk
     deferred: list[Deferred] = field(default_factory=list)
-    started: list[Request] = field(default_factory=list)  # it completes their prompts
-    ending: dict[Request, int] = field(default_factory=dict)  # it is their last one: slots of their blocks
-    stopping: list[Request] = field(default_factory=list)  # it is their last one, as known only at its end
-    asks: list[tuple[Request, int, int]] = field(default_factory=list)  # reached: (request, `ask_at`, tokens generated)
-    stale: list[tuple[int, Request, int]] = field(default_factory=list)  # preempted since: admission, request, tokens
-    dummy: bool = False  # the engine is a rank that has nothing to compute in it
+    started: list[Request] = field(default_factory=list)  # requests whose prompts it completes
+    ending: dict[Request, int] = field(default_factory=dict)  # slots of the blocks of requests that end with it
+    stopping: list[Request] = field(default_factory=list)  # requests that end with it, as is known only at its end
+    asks: list[tuple[Request, int, int]] = field(default_factory=list)  # (request, `ask_at` reached, tokens generated)
+    stale: list[tuple[int, Request, int]] = field(default_factory=list)  # (admission, request, tokens) preempted since
+    dummy: bool = False  # the engine is a rank that has nothing to compute in this iteration
 
     @property
     def eventful(self) -> bool:
-        """Whether more than new tokens happens at the end of this iteration."""
+        """Whether the end of this iteration changes anything other than numbers of tokens."""
         return self.dummy or bool(
             self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred
         )
 
     def forget(self, request: Request) -> None:
-        """Drop the tokens of a leaving request."""
+        """Ignore the iteration's results for a request that leaves."""
         self.ending.pop(request, None)
         for requests in (self.started, self.stopping):
             if request in requests:
@@ -76,11 +76,12 @@ class Flights:
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.all = [Flight(index, generation) for index, generation in enumerate(generations)]
         self.under_way: list[Flight] = []  # oldest first
-        self._stages = [0] * len(self.all)  # tick at which each stage has finished all batches sent to it
+        self._stages = [0] * len(self.all)  # tick at which each stage has finished all its batches
 
     @property
     def free(self) -> list[Flight]:
-        """Batches not in flight. Those that wait for blocks come first; otherwise the others would always take them."""
+        """Batches not in flight. Batches that wait for blocks come first; otherwise others might always take the
+        blocks."""
         return sorted((it for it in self.all if not it.under_way), key=lambda it: not it.waits)
 
     def end_of(self, now: int, ticks: int) -> int:

@@ -1,6 +1,6 @@
-"""Requests that generate: the tokens that each has, needs blocks for, and still has to generate.
+"""The generating requests of a batch: how many tokens each has and still generates, and the blocks that it needs.
 
-Invariant: the same iterations give the same counts, whether they are advanced one by one or together.
+Invariant: iterations advanced together give the same counts as iterations advanced one by one.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from libra.sim.engine.request import Request
 
 
 class Generation(ABC):
-    """The requests of a batch that generate. The tokens of each iteration are known when a request enters, so any
-    number of iterations costs as much as one.
+    """The requests of a batch that generate. When a request joins, its tokens in each iteration are known, so advancing
+    many iterations takes no more work than one.
 
-    `asks` has at least the requests with an `ask_at`; it is empty if there are none.
+    `asks` includes every request with an `ask_at`. It may keep entries that no longer hold, but is empty if no request
+    has an `ask_at`.
     """
 
     __slots__ = ("_ends", "asks", "at_limit", "context", "count", "iteration", "stalled")
 
     def __init__(self) -> None:
-        self.iteration = 0  # the next one
-        self.count = 0  # requests
-        self.context = 0  # sum of the tokens that they attend to in the next iteration, new ones included
-        self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
+        self.iteration = 0  # number of the next iteration
+        self.count = 0  # number of requests
+        self.context = 0  # tokens that all requests attend to in the next iteration, new ones included
+        self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), some of them outdated
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
-        self.stalled: set[Request] = set()  # in the next iteration they generate nothing
-        self.at_limit: set[Request] = set()  # `max_model_len` limits their tokens in the next iteration, possibly to 0
+        self.stalled: set[Request] = set()  # requests that generate nothing in the next iteration
+        self.at_limit: set[Request] = set()  # requests with fewer tokens in the next iteration, due to `max_model_len`
 
     # Requests
 
     @abstractmethod
     def add(self, request: Request, slots: int) -> None:
-        """Let a request generate from the next iteration on: its prompt is computed, and its first token (or the next
-        one) is known. It holds the blocks of `slots` tokens."""
+        """Let a request generate from the next iteration on. Its whole context is computed except the last token, which
+        is known. The request holds blocks for `slots` tokens."""
 
     @abstractmethod
     def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
-        """Take a request out, which has `row` tokens in the next iteration. Returns (tokens for which it holds blocks,
-        tokens whose KV others can find)."""
+        """Take out a request that has `row` tokens in the next iteration. Returns (tokens for which it holds blocks,
+        tokens whose KV other requests can find)."""
 
     @abstractmethod
     def computed(self, request: Request, more: int = 0) -> int:
-        """Tokens of a request whose KV others can find after `more` iterations."""
+        """Tokens of a request whose KV other requests can find after `more` iterations."""
 
     @abstractmethod
     def generated(self, request: Request, more: int = 0) -> int:
@@ -61,20 +62,20 @@ class Generation(ABC):
 
     @abstractmethod
     def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
-        """Leave the `skipped` requests out of the next iteration, and limit those in `cut` to the given tokens. Returns
-        the sum of the attended tokens."""
+        """Leave the `skipped` requests out of the next iteration, and give each request in `cut` only that many tokens.
+        Returns the tokens that all requests attend to."""
 
     @abstractmethod
     def reaches(self, request: Request, tokens: int) -> int:
-        """The iteration with which a request has generated `tokens` tokens, unless it is stalled."""
+        """The iteration with which a request has generated `tokens` tokens, if it is not stalled before."""
 
     def steps_to(self, request: Request, tokens: int) -> int:
-        """Iterations until a request has generated `tokens` tokens; 0 or fewer if it has them."""
+        """Iterations until a request has generated `tokens` tokens; 0 or less if it already has."""
         return self.reaches(request, tokens) + 1 - self.iteration
 
     def ask(self, request: Request) -> None:
-        """Note that the `ask_at` of a request is new, or will be reached in another iteration than before. A request
-        that ends with that token is not noted."""
+        """Add a request to `asks`, because its `ask_at` is new or will be reached in another iteration than before. A
+        request that ends with that token is not added."""
         assert request.ask_at is not None
         if request.ask_at < request.output_tokens:
             iteration = self.reaches(request, request.ask_at)
@@ -82,20 +83,20 @@ class Generation(ABC):
                 heappush(self.asks, (iteration, request.admission, request))
 
     def overruns(self, request: Request, longest: int) -> bool:
-        """Whether, with asynchronous scheduling, a request is also in the iteration after its last one, because its end
-        is unknown when the iteration is scheduled. Its context is at most `longest` tokens."""
+        """Whether a request is also in the iteration after its last one. This happens with asynchronous scheduling, if
+        the request's end is unknown when that iteration is scheduled. Contexts have at most `longest` tokens."""
         return request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest
 
     def rest(self, requests: Iterable[Request]) -> None:  # noqa: B027
-        """Note that no iteration is in flight: the next one is scheduled from known tokens. `requests` are all that
-        generate."""
+        """Note that no iteration is in flight, so that all tokens are known when the next one is scheduled. `requests`
+        are all generating requests."""
 
     # Iterations
 
     @abstractmethod
     def spread(self, absent: Collection[Request] = ()) -> int:
-        """Requests times the standard deviation of their contexts, in whole tokens: the same in every iteration until a
-        request joins or leaves. `absent` requests are left out."""
+        """The number of requests times the standard deviation of their contexts, in whole tokens. It changes only when
+        a request joins or leaves. `absent` requests do not count."""
 
     @property
     def rows(self) -> int:
@@ -103,20 +104,20 @@ class Generation(ABC):
         return self.count
 
     def alike(self, steps: int) -> int:
-        """Number of the next `steps` iterations before the first one whose tokens differ from those of the next."""
+        """Number of consecutive iterations, at most `steps`, that have as many tokens as the next iteration."""
         return steps
 
     @abstractmethod
     def contexts(self, steps: int) -> list[int] | None:
-        """`context` of each of the next iterations; None: it grows by `count` with each iteration."""
+        """`context` in each of the next `steps` iterations; None: it grows by `count` with each iteration."""
 
     @abstractmethod
     def context_after(self, steps: int) -> int:
-        """`context` of the iteration after the next `steps`, if no request ends before."""
+        """`context` after the next `steps` iterations, if no request ends before."""
 
     @abstractmethod
     def demand(self, steps: int = 1) -> int:
-        """Blocks that the next iterations need."""
+        """New blocks that the next `steps` iterations need."""
 
     @abstractmethod
     def affordable(self, steps: int, blocks: int) -> int:
@@ -137,7 +138,7 @@ class Generation(ABC):
             heappop(ends)
 
     def steps_to_ask(self, most: int) -> int:
-        """Iterations until the first request has generated its `ask_at` tokens; `most` if that is later."""
+        """Iterations until the first request has generated its `ask_at` tokens, but at most `most`."""
         asks = self.asks
         while asks:
             if self._holds(asks[0]):
@@ -146,13 +147,12 @@ class Generation(ABC):
         return most
 
     def reached(self) -> list[Request]:
-        """The requests that have generated their `ask_at` tokens by now, in the order of admission; each is returned
-        once."""
+        """The requests that have generated their `ask_at` tokens since the last call, in the order of admission."""
         asks = self.asks
         asked: list[Request] = []
         while asks and asks[0][0] < self.iteration:
             entry = heappop(asks)
-            if self._holds(entry) and (not asked or asked[-1] is not entry[2]):  # it may be noted twice
+            if self._holds(entry) and (not asked or asked[-1] is not entry[2]):  # `asks` may list a request twice
                 asked.append(entry[2])
         return asked
 
@@ -163,11 +163,11 @@ class Generation(ABC):
         while ends and ends[0][0] < iteration:
             last, admission, request = heappop(ends)
             if request.admission == admission and request.last == last and (not done or done[-1] is not request):
-                done.append(request)  # it may be noted twice
+                done.append(request)  # `_ends` may list a request twice
         return done
 
     def _holds(self, entry: tuple[int, int, Request]) -> bool:
-        """Whether the request of an entry still reaches its `ask_at` in that iteration."""
+        """Whether the request of an entry of `asks` still reaches its `ask_at` in the entry's iteration."""
         iteration, admission, request = entry
         ask_at = request.ask_at
         return request.admission == admission and ask_at is not None and self.reaches(request, ask_at) == iteration
@@ -176,23 +176,22 @@ class Generation(ABC):
 class Even(Generation):
     """Requests that generate one token each in every iteration.
 
-    Values that change with each iteration are kept as sums over all requests; each request keeps only its difference to
-    the count of iterations.
+    Values that change with each iteration are kept as sums over all requests. A request itself keeps only a constant:
+    its computed tokens minus the number of iterations.
     """
 
     __slots__ = ("_needs", "_offsets", "_phases", "_size", "_squares", "_starts")
 
     def __init__(self, block_size: int, starts: Sequence[int] = (0,)) -> None:
-        """A request needs a block when its tokens modulo `block_size` are one of `starts`: one block for each equal
-        entry."""
+        """A request needs one block for each entry of `starts` that equals its number of tokens modulo `block_size`."""
         super().__init__()
         self._size = block_size
         self._starts = tuple(starts)
         self._needs = [0] * block_size
         for start in starts:
             self._needs[start] += 1
-        self._phases = [0] * block_size  # blocks that requests need in iterations of this remainder
-        self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
+        self._phases = [0] * block_size  # blocks that all requests need, by the iteration modulo `block_size`
+        self._offsets = self._squares = 0  # sums of the requests' offsets, which differ as their contexts do
 
     def spread(self, absent: Collection[Request] = ()) -> int:
         count, offsets, squares = self.count, self._offsets, self._squares
@@ -280,7 +279,7 @@ class Even(Generation):
         size, count = self._size, self.count * len(self._starts)
         if (steps // size + 1) * count <= blocks:
             return steps
-        cycles = blocks // count  # in each every request needs a block for each of its starts
+        cycles = blocks // count  # in each cycle every request needs a block for each start
         affordable = cycles * size
         if affordable >= steps:
             return steps

@@ -1,7 +1,7 @@
 """Duration of an iteration on a GPU, from the planner's grid.
 
-Invariant: the simulator and the planner have one source of times, `cost.EngineGrid`. This module adds the combination
-of the parts of a mixed iteration, and the host overhead.
+Invariant: the simulator and the planner read their times from one source, `cost.EngineGrid`. This module combines the
+parts of a mixed iteration, and adds the host overhead.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch
 
-_MEMORY = 1 << 16  # distinct chunks remembered
-_SCALE = 1 << 16  # of shares of tokens
+_MEMORY = 1 << 16  # distinct chunks whose ticks are cached
+_SCALE = 1 << 16  # shares of tokens are whole numbers, in units of 1 / _SCALE
 
 
 class GridCost:
     """`IterationCost` of one tensor-parallel engine.
 
-    - Decoding alone takes what the grid says for the batch and its mean context: piecewise linear in their product. A
+    - Decoding alone takes the grid's time for the batch and its mean context, piecewise linear in their product. A
       batch is padded to the next CUDA graph; the padding has no context.
-    - Verifying drafts costs the linear layers of their tokens. Before that, each draft costs a pass of the drafter over
-      all requests together. The drafter computes prompts, too.
-    - One prefill chunk alone takes what the grid says for it.
-    - In a mixed iteration, linear layers process all tokens at once. They add the time of one chunk with all these
-      tokens, less the time of the decoding batch alone. The times of attention add up. The attention in a chunk's grid
-      time is the cost of its pairs of tokens, at the rate by which the time of the grid's largest chunk grows with the
-      context before the chunk.
-    - If each chunk has as many tokens as a request that decodes, such as the last one of a prompt whose KV was pulled,
-      the iteration counts as decoding only: vLLM goes by the tokens, and runs it with the graph of such a batch.
+    - Verifying drafts takes the time of the linear layers for their tokens. Before that, each draft takes a pass of the
+      drafter over all requests together. The drafter computes prompts, too.
+    - One prefill chunk alone takes the grid's time for the chunk.
+    - In a mixed iteration, linear layers process all tokens at once: they add the time of one chunk with all these
+      tokens, minus the time of the decoding batch alone. Times of attention add up. Within a chunk's grid time,
+      attention is charged per pair of tokens. Its rate is the rate at which the time of the grid's largest chunk grows
+      with the context before the chunk.
+    - If each chunk has as many tokens as a decoding request, the iteration counts as decoding only, since vLLM chooses
+      the graph by the tokens. An example is the last token of a prompt whose KV was pulled.
     - The grid's terms and host overhead are added; see `libra.cost.kernels` and `libra.cost.host`.
 
     Raises ValueError if the grid does not reach `max_num_seqs`, `max_num_batched_tokens`, or `max_model_len`.
@@ -72,7 +72,7 @@ class GridCost:
         host: HostCost | None = None,
         drafter: EngineGrid | None = None,
     ) -> None:
-        """`host` replaces the grid's; `drafter` has the times of the drafting model, if there is one."""
+        """`host` replaces the grid's host; `drafter` has the times of the drafting model; None: no such model."""
         self._captures = sizes = config.capture_sizes
         largest = self._size(DecodeBatch(config.max_num_seqs, config.tokens_each))
         longest = config.max_model_len
@@ -94,13 +94,13 @@ class GridCost:
         linear = linear_layers(grid, run[-1])
         self._unpadded: list[float] = linear.tolist()
         self._linear = [round(self._unpadded[tokens] * TICKS) for tokens in (0, *run[1:])]  # ticks
-        self._together: list[int] | None = None  # of a whole iteration with prefill, where the grid has a term for it
+        self._together: list[int] | None = None  # ticks of an iteration with prefill; None: no such term
         if terms.linear is not None:
             self._together = [round(terms.linear * ticks) for ticks in self._linear]
         self._attention: Callable[[Chunk], int] = lru_cache(_MEMORY)(self._attention_ticks)
         self._alone: Callable[[tuple[int, int]], int] = lru_cache(_MEMORY)(self._alone_ticks)
         self._request = round(host.request * TICKS)
-        self._least: list[int] = []  # least ticks of the device, by tokens; empty where the host sets none
+        self._least: list[int] = []  # least ticks of the device, by tokens; empty if the host sets none
         if host.piecewise or host.eager:
             self._least = [round(self._launching(tokens) * TICKS) for tokens in range(most + 1)]
         self._more = terms.decode - 1
@@ -133,7 +133,7 @@ class GridCost:
         for chunk in chunks:
             tokens += chunk[0]
             ticks += self._attention(chunk)
-        # Rows that `max_model_len` or the budget cuts short count as whole ones.
+        # Requests that get fewer tokens, due to `max_model_len` or the budget, count as if they got all.
         tokens, decoded = min(tokens, self._most), min(decoded, self._most)
         if self._together is None:
             ticks += self._linear[tokens] - self._linear[decoded]
@@ -202,8 +202,8 @@ class GridCost:
         return self._host.launching(kind)
 
     def _counted(self, batch: DecodeBatch) -> int:
-        """Tokens that a batch counts in addition to its context: for the differences of its contexts, minus the shared
-        ones. The same in all iterations of a stretch."""
+        """Tokens to add to a batch's context: more for contexts of different lengths, fewer for tokens in shared
+        blocks. The number is the same in all iterations of a stretch."""
         return (self._spread * batch.spread - self._saved * batch.shared) // _SCALE
 
     def _make_lines(self, batch: DecodeBatch) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -243,19 +243,19 @@ class GridCost:
         return limits, pieces
 
     def _alone_ticks(self, batch: tuple[int, int]) -> int:
-        """Ticks of a batch without any context, whose linear layers are part of an iteration with prefill."""
+        """Ticks of a batch without context, as part of an iteration with prefill that shares its linear layers."""
         size = self._size(DecodeBatch(*batch))
         alone = (1 + self._more) * self._grid.decode_seconds(size, 0)
         return round((alone + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
 
     def _draft_seconds(self, batch: DecodeBatch) -> float:
-        """Seconds that verified drafts add to the linear layers of a batch's graph."""
+        """Seconds that the tokens of drafts add to the linear layers of a batch's graph."""
         verified = self._linear[min(batch.requests * batch.tokens_each, self._most)]
         more: int = verified - round(self._unpadded[min(self._size(batch), self._most)] * TICKS)
         return more / TICKS
 
     def _decode_seconds(self, size: int, context: float) -> float:
-        """Seconds of a batch and of the drafter's passes."""
+        """Seconds of decoding a batch, including the drafter's passes."""
         seconds = self._grid.decode_seconds(size, context)
         if self._drafter is not None:
             seconds += self._passes * self._drafter.decode_seconds(size, context)
@@ -267,7 +267,7 @@ class GridCost:
         return -(-padded(batch.requests * each, self._captures) // each)
 
     def _attention_ticks(self, chunk: Chunk) -> int:
-        """Ticks of a chunk beyond its linear layers."""
+        """Ticks of a chunk in addition to its linear layers."""
         new, before = chunk
         seconds = self._grid.prefill_seconds(new, before) - self._unpadded[new]
         if self._drafter is not None:
@@ -276,7 +276,7 @@ class GridCost:
 
 
 def _at_least(knots: list[tuple[int, float]], least: float) -> list[tuple[int, float]]:
-    """The maximum of the line through the knots and `least`, with a knot where they cross."""
+    """Knots of a piecewise linear line raised to at least `least`, with a further knot where the line crosses it."""
     raised = []
     for (left, before), (right, after) in pairwise(knots):
         raised.append((left, max(before, least)))

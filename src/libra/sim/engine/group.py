@@ -1,8 +1,8 @@
 """Data-parallel ranks with one clock: they begin each iteration together, and the slowest determines its duration.
 
-Invariant: each rank schedules like an independent engine, at the boundaries of the group's iterations; only their
-duration is the group's. A rank is visited, and updated, when its own plan ends or an event reaches it. So the work per
-iteration depends on its events, not on the number of ranks.
+Invariant: each rank schedules like an independent engine, at the boundaries of the group's iterations. The group only
+determines how long iterations take. A rank is visited and updated only when its own plan ends or an event reaches it,
+so the work per iteration does not grow with the number of ranks.
 
 The rules are those of vLLM's `DPEngineCoreProc` and `coordinate_batch_across_dp`. A rank without work runs a dummy
 batch. All ranks use the lowest kind of CUDA graph among them, and with a graph all are padded to the largest batch. The
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class RankGroup:
-    """The common clock of some ranks. The caller calls `land` at its `end`, commits the returned ranks and calls
-    `landed`; then it plans ranks, and calls `depart`."""
+    """The common clock of a group's ranks. At its `end` the caller calls `land`, commits the returned ranks and calls
+    `landed`. Then it plans ranks, and calls `depart`."""
 
     def __init__(
         self, spec: GroupSpec, ranks: Sequence[Rank], *, exact: bool, trace: Callable[[Iteration], None] | None
@@ -42,13 +42,13 @@ class RankGroup:
         config = ranks[0].config
         self.spec = spec
         self.ranks = tuple(ranks)
-        self.index = ranks[0].index  # orders its events
-        self.busy = False  # until `end`
-        self.due = False  # it has landed, or a rank has planned: the caller has to call `depart`
+        self.index = ranks[0].index  # orders the group's events among events of the same tick
+        self.busy = False  # iterations, or a pause, last until `end`
+        self.due = False  # iterations have landed, or a rank has planned: the caller has to call `depart`
         self.start = self.end = 0  # ticks
-        self.iteration = 0  # the next one, or the one under way
-        self.unseen: dict[Request, int] = {}  # requests that came since the iteration under way began; their ticks
-        self.given_up: dict[Request, int] = {}  # the same for those that leave
+        self.iteration = 0  # number of the next iteration, or of the first one under way
+        self.unseen: dict[Request, int] = {}  # ticks of arrival since the iteration under way began
+        self.given_up: dict[Request, int] = {}  # ticks of cancellations and interruptions since then
         self.planning = False  # a rank is planning
         self.batches = RankBatches(spec, config, len(ranks))
         self._counter = 0  # steps since the group began to run
@@ -56,18 +56,18 @@ class RankGroup:
         self._fresh: list[Rank] = []  # ranks that have planned at this boundary
         self._opened: list[Rank] = []  # ranks that an event reached at this boundary
         self._latest = 0  # tick at which the latest iteration that has landed began
-        self._horizon = 0  # iteration up to which the group is under way
-        self._pieces: list[Piece] = []  # of the iterations up to there
-        self._bounds: list[str] = []  # bottleneck of each of these, where the cost names it
+        self._horizon = 0  # number of the first iteration that is not under way
+        self._pieces: list[Piece] = []  # ticks of the iterations under way
+        self._bounds: list[str] = []  # bottleneck of each piece; empty if the cost does not name it
         self._bounded: Counter[str] = Counter()  # ticks of iterations that have landed, by bottleneck
         self._exact, self._trace = exact, trace
-        self._noted: list[Iteration] = []  # planned by ranks, until its duration is known
+        self._noted: list[Iteration] = []  # iterations planned by ranks, until their duration is known
         self._until = np.full(len(ranks), UNLIMITED)  # iteration with which each rank's plan ends
         # With asynchronous scheduling:
         self._ahead = config.async_scheduling
         self._moving = False  # an iteration that begins at this boundary is decided
         self._ends = False  # no iteration follows the one under way
-        self._coming: list[tuple[Rank, RankWork]] = []  # decided by ranks for the iteration after the one under way
+        self._coming: list[tuple[Rank, RankWork]] = []  # work of ranks in the iteration after the one under way
         self._first: Stretch | None = None  # the iteration that begins at this boundary
         for place, rank in enumerate(ranks):
             rank.join(self, place)
@@ -77,8 +77,8 @@ class RankGroup:
     # The clock's ranks
 
     def bring(self, state: EngineState) -> None:
-        """Count the iterations of a rank that had ended at the latest boundary, except one that ended its plan. Sets
-        the rank's `pieces` for the following ones."""
+        """Count the iterations of a rank that had ended at the latest boundary, except the last iteration of its plan.
+        Sets the rank's `pieces` for the iterations after them."""
         rank = cast("Rank", state)
         if not rank.busy or rank.dummy or not rank.steps or rank.fresh or self._pausing:
             return
@@ -98,13 +98,13 @@ class RankGroup:
             rank.pieces = after(self._pieces, -done) if self.busy else [(0, self.start, UNLIMITED, 0)]
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """Note that `steps` more ended iterations of a rank are counted."""
+        """Note that the rank has counted `steps` more ended iterations."""
         rank = cast("Rank", state)
         rank.begin += steps
         rank.pieces = after(self._pieces, rank.begin - self.iteration)
 
     def cut(self, state: EngineState, now: int) -> bool:
-        """Let a rank decide again at the first boundary at or after `now`. True: the group's end is sooner."""
+        """Let a rank plan again at the first boundary at or after `now`. True: `end` is now earlier."""
         rank = cast("Rank", state)
         if not rank.busy or self._pausing:
             return False
@@ -121,7 +121,7 @@ class RankGroup:
         return False
 
     def limit(self, state: EngineState, steps: int) -> bool:
-        """Let a rank decide again after `steps` of its planned iterations. True: the group's end is sooner."""
+        """Let a rank plan again after `steps` of its planned iterations. True: `end` is now earlier."""
         rank = cast("Rank", state)
         return self._limit(rank, rank.begin + steps)
 
@@ -188,8 +188,8 @@ class RankGroup:
         return ended
 
     def landed(self) -> None:
-        """Check whether any rank still has work, once the ended ones are committed. Requests that arrived or were
-        cancelled since the iteration began do not count."""
+        """Check whether any rank still has work. The ranks whose plans ended are committed before. Requests that
+        arrived or were cancelled since the iteration began do not count."""
         if self._running and (self._counter == 1 or self._counter % self.spec.sync_interval == 0):
             unseen, given_up = self.unseen, self.given_up
             gone = {it for rank in self.ranks for it in rank.leaving if given_up.get(it, -1) < self.end}
@@ -203,12 +203,12 @@ class RankGroup:
         self._tell()
 
     def opened(self) -> list[Rank]:
-        """Ranks that an event reached after others had planned: let them plan, too, before `depart`."""
+        """Ranks that an event reached after other ranks had planned: they have to plan, too, before `depart`."""
         opened, self._opened = self._opened, []
         return [rank for rank in opened if not rank.fresh]
 
     def depart(self, now: int) -> bool:
-        """Begin the next iterations, once all due ranks have planned. True: the group is busy until `end`."""
+        """Begin the next iterations. All due ranks have planned before. True: the group is busy until `end`."""
         self.due = False
         fresh, self._fresh = self._fresh, []
         for rank in fresh:
@@ -243,7 +243,7 @@ class RankGroup:
         return True
 
     def _take(self, rank: Rank) -> None:
-        """Note the plan of a rank; without one, it runs dummy batches."""
+        """Take over the plan of a rank; a rank without a plan runs dummy batches."""
         if rank.busy and not rank.preempts:
             rests = self._ahead and not self._moving
             self._until[rank.place] = self.iteration + (0 if rests else max(1, rank.steps))
@@ -282,7 +282,7 @@ class RankGroup:
         return self._bounded + self._bounding(steps if end <= now else steps - 1)
 
     def _bounding(self, steps: int) -> Counter[str]:
-        """Ticks of the first `steps` current iterations, by bottleneck."""
+        """Ticks of the first `steps` iterations under way, by bottleneck."""
         found: Counter[str] = Counter()
         following = [before for before, *_ in self._pieces[1:]] + [steps]
         for (before, _, first, more), after_it, name in zip(self._pieces, following, self._bounds, strict=False):

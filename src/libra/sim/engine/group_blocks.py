@@ -1,7 +1,7 @@
-"""Blocks of KV cache groups one by one: the blocks of a group that a request holds, and those that others can find.
+"""Single blocks of KV cache groups: blocks that a request holds, and blocks that other requests can find.
 
-Invariant: a block with an owner can be found by the tokens up to its end. A lookup finds the oldest of several blocks
-with the same tokens.
+Invariant: a block with an owner can be found by its context's tokens up to the end of the block. If several blocks have
+the same tokens, a lookup finds the oldest.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class GroupBlock:
 class BlockTable:
     """Blocks of one group that a request holds."""
 
-    first: int = 0  # places before it are released
-    end: int = 0  # places that the table has
-    cached: int = 0  # places that were looked at for the prefix cache
+    first: int = 0  # the first place that is not released
+    end: int = 0  # number of places in the table
+    cached: int = 0  # number of places already checked for the prefix cache
     blocks: dict[int, GroupBlock] = field(default_factory=dict)  # by place, in rising order
 
 
@@ -42,7 +42,7 @@ class Known:
         self._copies: dict[Owner, dict[int, list[GroupBlock]]] = {}  # by place, oldest first
 
     def find(self, path: Path, place: int) -> GroupBlock | None:
-        """The block with the tokens of a context at a place. Paths count tokens."""
+        """The block with the tokens of a context at a place. Lengths in `path` are tokens."""
         copies = self._copies.get(owner_of(path, (place + 1) * self.block_size - 1))
         if copies is None:
             return None
@@ -50,7 +50,7 @@ class Known:
         return None if blocks is None else blocks[0]
 
     def extent(self, path: Path) -> int:
-        """Tokens of a context after which nothing of it can be found."""
+        """Tokens at the beginning of a context that include all blocks of it that can be found."""
         places = [max(copies) for owner, _, _ in path if (copies := self._copies.get(owner))]
         return (max(places) + 1) * self.block_size if places else 0
 

@@ -1,5 +1,5 @@
-"""Layouts of KV cache groups: the blocks that a group of layers needs, those that it no longer reads, and its cache
-hits.
+"""Layouts of KV cache groups: the blocks that a group of layers needs, the blocks that it no longer reads, and its
+cache hits.
 
 Invariant: each layout follows one of vLLM's managers (`single_type_kv_cache_manager.py`). A place is the number of a
 block in a request's table; blocks that were released, or never taken, keep their places.
@@ -23,15 +23,15 @@ class Layout:
         self.block_size = block_size
         self.alignment = alignment  # tokens: hits are whole multiples of it
         self.most = 0  # blocks of one request while its prompt is computed; 0: as many as its context has
-        # The first place that is read changes after `ahead` tokens and each further `period`; 0: never
+        # The first place that is read changes after `ahead` tokens, and again after each `period`; 0: it never changes
         self.ahead = self.period = 0
 
     def first(self, processed: int) -> int:
-        """The first place that the token after `processed` ones reads."""
+        """The first place that the next token reads, after `processed` tokens."""
         return 0
 
     def blocks(self, tokens: int) -> int:
-        """Places of `tokens` tokens."""
+        """Number of places for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def places(self, end: int, tokens: int) -> range:
@@ -54,7 +54,7 @@ class Layout:
         return self.most or self.blocks(longest)
 
     def starts(self) -> range:
-        """Tokens of contexts, up to the alignment, whose next token needs a block."""
+        """Lengths of contexts, in tokens below the alignment, whose next token needs a new block."""
         return range(0, self.alignment, self.block_size)
 
     def keeps(self, place: int) -> bool:
@@ -145,7 +145,7 @@ class StateLayout(Layout):
         return self.new_blocks(found, tokens)
 
     def held(self, longest: int, ahead: bool) -> int:
-        return 2 + ahead  # the state that is read, and the one that is written; maybe of two iterations
+        return 2 + ahead  # the state that is read, and one written by each iteration in flight
 
     def hit(self, prefix: Prefix, tokens: int) -> int:
         place = tokens // self.block_size
@@ -155,7 +155,7 @@ class StateLayout(Layout):
 
 
 class ConstantLayout(Layout):
-    """Layers with one state a request: vLLM's `MambaManager` without prefix caching."""
+    """Layers with one state per request: vLLM's `MambaManager` without prefix caching."""
 
     __slots__ = ()
 
@@ -170,8 +170,8 @@ class ConstantLayout(Layout):
 def layouts(
     groups: Sequence[KVGroup], alignment: int, caching: bool, in_flight: int, longest: int
 ) -> tuple[Layout, ...]:
-    """Layouts of an engine's groups, in their order. Up to `in_flight` tokens are scheduled and not computed yet, and
-    contexts have up to `longest` tokens."""
+    """Layouts of an engine's groups, in their order. At most `in_flight` tokens are scheduled and not yet computed, and
+    contexts have at most `longest` tokens."""
     return tuple(_layout(group, alignment, caching, in_flight, longest) for group in groups)
 
 

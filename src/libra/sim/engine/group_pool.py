@@ -1,8 +1,8 @@
 """KV blocks of an engine whose layers are in several KV cache groups: vLLM's `KVCacheManager` with its coordinators.
 
-Invariant: each group has a table for each request that runs, and all tables take their blocks from one pool. A hit is
-the longest prefix of a context that every group has. Blocks that a group no longer reads are released when their
-request is scheduled, before it takes new ones.
+Invariant: each group has a table for each running request, and all tables take their blocks from one pool. A hit is the
+longest prefix of a context that can be found in every group. Blocks that a group no longer reads are released when
+their request is scheduled, before the request takes new blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Key = tuple[int, Owner, int]  # group, owner of the last token, place
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """Tables of a request that runs, one for each group."""
+    """Tables of a running request, one for each group."""
 
     tables: list[BlockTable]
     longest: int  # cached tokens of its context that at least one kind of layers found at its admission
-    begun: int = 0  # its tokens before the last iteration that has it
-    step: int = 0  # number of that iteration
-    decided: int = 0  # its tokens after the last scheduled chunk of its prompt, even if preempted at once
+    begun: int = 0  # its tokens before the last iteration that includes it
+    step: int = 0  # number of the last iteration that includes it
+    decided: int = 0  # its tokens after the last scheduled chunk of its prompt, even if it was preempted at once
     path: Path = field(default=())
 
 
@@ -63,9 +63,9 @@ class GroupPool(BlockPool):
         self._known = [Known(layout.block_size) for layout in layouts]
         self._kinds = _kinds(layouts)
         self._states = [group for group, layout in enumerate(layouts) if isinstance(layout, StateLayout)]
-        self._line: OrderedDict[GroupBlock, None] = OrderedDict()  # can be found, without holders, in order of reuse
+        self._line: OrderedDict[GroupBlock, None] = OrderedDict()  # findable blocks without holders, as they are reused
         self._held: dict[Request, Holding] = {}
-        self._longest = 0  # of the last lookup, as `Holding.longest`
+        self._longest = 0  # `Holding.longest` of the last lookup
         self._step = 0
         self._fresh: set[Key] = set()  # states that this iteration computes: no other request of it can use them
 
@@ -75,8 +75,8 @@ class GroupPool(BlockPool):
         return self.caching
 
     def find(self, path: Path, most: int) -> tuple[int, int]:
-        """Like `BlockPool.find`, in blocks of the alignment. The second count is of blocks of all groups, and exceeds
-        the present ones if a state is computed only in this iteration."""
+        """As `BlockPool.find`, in blocks of the alignment. The second count covers all groups. It is larger than the
+        number of present blocks if a state is computed only in this iteration."""
         found, self._longest = self._hit(path, most * self.block_size)
         unheld = 0
         for group, layout in enumerate(self._layouts):
@@ -90,8 +90,8 @@ class GroupPool(BlockPool):
         return found // self.block_size, unheld
 
     def _hit(self, path: Path, most: int) -> tuple[int, int]:
-        """(cached tokens that all groups have, the most that any kind of layers found on the way): the fixed point of
-        `HybridKVCacheCoordinator.find_longest_cache_hit`."""
+        """(cached tokens found in all groups, the most tokens that any kind of layers found on the way). The first
+        number is the fixed point of vLLM's `HybridKVCacheCoordinator.find_longest_cache_hit`."""
         kinds, longest, hit = self._kinds, 0, most
         if isinstance(self._layouts[kinds[0][0]], WindowLayout | StateLayout):  # they search from the end
             hit = min(most, min(self._known[group].extent(path) for group in kinds[0]))
@@ -245,7 +245,7 @@ class GroupPool(BlockPool):
         self.blank = 0
         for _ in range(blocks - blank):
             if not self._line:
-                raise ValueError(f"{blocks} blocks are requested, and fewer are free")
+                raise ValueError(f"too few blocks are free: {blocks} are needed")
             block, _ = self._line.popitem(last=False)
             self.findable -= 1
             self._known[block.group].forget(block)
@@ -265,7 +265,7 @@ class GroupPool(BlockPool):
         return zip(self._layouts, holding.tables, strict=True)
 
     def _extend(self, holding: Holding, tokens: int) -> None:
-        """Put blocks that are taken into the tables of a request, for its first `tokens` tokens."""
+        """Put blocks for a request's first `tokens` tokens into its tables. The blocks are taken already."""
         holding.step = self._step
         for group, (layout, table) in enumerate(self._tables(holding)):
             for place in layout.places(table.end, tokens):
@@ -273,8 +273,8 @@ class GroupPool(BlockPool):
             table.end = max(table.end, layout.blocks(tokens))
 
     def _slide(self, holding: Holding, computed: int, in_flight: bool, prefilled: bool) -> None:
-        """Release blocks that a request's next iteration no longer reads, after `computed` tokens. Those that the
-        current iteration reads stay; `prefilled`: it computes a prompt's tokens."""
+        """Release blocks that a request no longer reads after `computed` tokens. Blocks that the current iteration
+        reads stay; `prefilled`: that iteration computes a prompt's tokens."""
         known = processed = computed
         if in_flight:
             processed = holding.begun if prefilled else computed - 1
@@ -302,7 +302,7 @@ class GroupPool(BlockPool):
             table.cached = max(table.cached, end)
 
     def _note_states(self, holding: Holding, request: Request, known: int) -> None:
-        """Note the states that an iteration computes, if a request has `known` known tokens after it."""
+        """Note the states that an iteration computes for a request, which has `known` known tokens after it."""
         if not (self._states and self.caching):
             return
         size = self.block_size
@@ -316,7 +316,8 @@ class GroupPool(BlockPool):
                 self._fresh.add(self._key(group, holding.path, (place + 1) * size))
 
     def _share(self, block: GroupBlock, more: int) -> None:
-        """Note a further holder of a block, or one fewer. Only the first group counts, in blocks of the alignment."""
+        """Add `more` holders to a block, or remove them. `shared` counts only the first group, in blocks of the
+        alignment."""
         size = self._layouts[0].block_size
         if block.group == 0 and (block.place + 1) * size % self.block_size == 0:
             self.shared += more
@@ -333,7 +334,7 @@ class GroupPool(BlockPool):
 
 
 def _kinds(layouts: tuple[Layout, ...]) -> list[list[int]]:
-    """Groups with equal layouts, those that read the whole context first."""
+    """Groups with equal layouts together; groups that read the whole context come first."""
     kinds: dict[tuple[bool, type[Layout], int, int, int], list[int]] = {}
     for group, layout in enumerate(layouts):
         whole = type(layout) is Layout
@@ -343,7 +344,8 @@ def _kinds(layouts: tuple[Layout, ...]) -> list[list[int]]:
 
 
 def _alone(table: BlockTable, first: int, end: int) -> int:
-    """Blocks from one place to another that become free once their request releases them, whatever others do."""
+    """Blocks from place `first` to `end` that no other request holds: they become free once this request releases
+    them."""
     if end <= first:
         return 0
     later = end - max(first, table.end)  # taken until then

@@ -1,7 +1,7 @@
 """Iterations of generating requests that take blocks of KV cache groups, or release some.
 
-Invariant: in other iterations, and for other requests, tables do not change. So iterations between two events are
-alike, and only the events have to be carried out.
+Invariant: a request's tables change only in its events. So iterations between two events are alike, and only the events
+have to be carried out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Event = tuple[int, int, Request]  # (iteration, place among the running requests
 
 
 class GroupSteps:
-    """Events of an engine whose groups have these layouts. `ahead`: with asynchronous scheduling."""
+    """Finds the events of an engine whose groups have these layouts. `ahead`: with asynchronous scheduling."""
 
     __slots__ = ("_ahead", "_cycles")
 
     def __init__(self, layouts: Iterable[Layout], ahead: bool) -> None:
         self._ahead = ahead
-        # (period, shift, more free blocks at most): in iterations in which a request's tokens before it differ from
-        # `shift` by whole periods
+        # (period, shift, most blocks freed): a request has an event in each iteration before which its number of tokens
+        # differs from `shift` by a multiple of `period`.
         self._cycles: list[tuple[int, int, int]] = []
         for layout in layouts:
             if isinstance(layout, ConstantLayout):
@@ -37,7 +37,7 @@ class GroupSteps:
     def events(
         self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, taken: int, steps: int
     ) -> list[Event]:
-        """Events of the next iterations from `taken` to `steps`, in their order."""
+        """Events of the next iterations from `taken` to `steps` (exclusive), in their order."""
         events: list[Event] = []
         for place, request in enumerate(running):
             if request.flight < 0:
@@ -54,8 +54,8 @@ class GroupSteps:
     def rises(
         self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, steps: int
     ) -> list[tuple[int, int]] | None:
-        """(iteration, number of further blocks that may be free with it), in order, after the first of the next
-        `steps`. None: a request may release more than a cycle's blocks."""
+        """(iteration, additional blocks that may be free with it) in the order of iterations, for the next `steps` ones
+        except the first. None: a request may release more than a cycle's blocks."""
         rises: dict[int, int] = {}
         for request in running:
             if request.flight < 0:
@@ -69,8 +69,8 @@ class GroupSteps:
         return sorted(rises.items())
 
     def _sudden(self, computed: int, request: Request, under_way: UnderWay | None) -> int:
-        """Number of a request's next iterations that may release blocks out of the cycle: its processed tokens have
-        grown by more than one, after its prompt or after a pause."""
+        """Number of a request's next iterations that may release blocks outside its cycles. This happens if its
+        processed tokens grew by more than one at once, after its prompt or after a pause."""
         generated = computed - request.target
         if not self._ahead:
             return int(generated == 0)
@@ -80,7 +80,7 @@ class GroupSteps:
 
 
 def _every(period: int, first: int, taken: int, steps: int) -> range:
-    """Iterations from `taken` to `steps` that differ from `first` by whole periods."""
+    """Iterations from `taken` to `steps` (exclusive) that differ from `first` by multiples of `period`."""
     return range(taken + (first - taken) % period, steps, period)
 
 

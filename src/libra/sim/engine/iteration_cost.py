@@ -1,7 +1,7 @@
 """Duration of one iteration of an engine.
 
-Invariant: whole ticks, and for decoding alone exactly linear in the context between two knots, so the sum over many
-iterations is known without visiting each.
+Invariant: ticks are whole numbers. The time of decoding alone is exactly linear in the context between two knots, so
+the sum over many iterations is known without visiting each.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ UNLIMITED = 1 << 62
 
 
 class DecodeBatch(NamedTuple):
-    """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, and the drafts verified with
-    it. The last two fields are set only for costs that need them (`IterationCost.uneven`)."""
+    """The decoding requests of an iteration. Each request has `tokens_each` tokens: one, and the drafts verified with
+    it. `spread` and `shared` are set only for costs that need them (`IterationCost.uneven`)."""
 
     requests: int
     tokens_each: int = 1
-    spread: int = 0  # tokens: requests x standard deviation of their contexts
-    shared: int = 0  # tokens of their contexts that another of them has in the same blocks
+    spread: int = 0  # requests x standard deviation of their contexts, in tokens
+    shared: int = 0  # tokens of contexts in blocks that another request of the batch has, too
 
 
 class Admitted(NamedTuple):
     """The requests that are admitted with an iteration."""
 
     requests: int = 0
-    tokens: int = 0  # of their contexts
-    cached: int = 0  # of these, found in the prefix cache
+    tokens: int = 0  # tokens of their contexts
+    cached: int = 0  # tokens of their contexts found in the prefix cache
 
 
 NONE_ADMITTED = Admitted()
@@ -46,8 +46,8 @@ class IterationCost(Protocol):
 
     @property
     def uneven(self) -> bool:
-        """Whether times depend on the spread of contexts, on the blocks they share, or on admissions. Then batches have
-        `spread` and `shared`, and `mixed` gets `admitted`."""
+        """Whether times depend on the spread of contexts, on blocks that contexts share, or on admissions. Then batches
+        have `spread` and `shared`, and `mixed` gets `admitted`."""
         ...
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
@@ -64,19 +64,19 @@ class IterationCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AffineCost(Value):
-    """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be affine. A draft
-    costs as much as a prompt token."""
+    """Ticks of an iteration that are affine in all its counts: for tests, and for engines measured to be affine. A
+    draft costs as much as a prompt token."""
 
     step: int
-    per_sequence: int = 0  # of those that decode
+    per_sequence: int = 0  # per decoding request
     per_context_token: int = 0
-    per_new_token: int = 0  # of prefill, and drafts
-    per_pair: int = 0  # for each pair of a new token of prefill and one it attends to, itself too
-    per_chunk: int = 0  # of prefill
+    per_new_token: int = 0  # per token of prefill, and per draft
+    per_pair: int = 0  # per pair of a token of prefill and a token that it attends to, itself included
+    per_chunk: int = 0  # per chunk of prefill
 
     def __post_init__(self) -> None:
         if self.step < 1:
-            raise ValueError(f"AffineCost.step is {self.step} ticks; an iteration takes 1 or more")
+            raise ValueError(f"AffineCost.step is {self.step} ticks; set it to 1 or more")
 
     @property
     def uneven(self) -> bool:
@@ -98,8 +98,8 @@ class AffineCost(Value):
 
 
 def measured_cost(cost: EngineCost) -> AffineCost:
-    """Cost of an engine measured by a run. Every prefill chunk pays `per_turn`: such an engine takes a prompt in one
-    chunk."""
+    """Cost of an engine whose times a run measured. Every prefill chunk costs `per_turn`, because such an engine
+    computes a prompt in one chunk."""
     return AffineCost(
         step=max(1, ticks(cost.step)),
         per_sequence=ticks(cost.per_sequence),

@@ -19,12 +19,13 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.state import EngineState, Piece
 from libra.sim.engine.tiers import Tiers
 
-LISTED = 256  # iterations whose ticks are listed at once
+LISTED = 256  # most iterations planned at once if each has its own ticks
 
 
 def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> None:
-    """Plan iterations until one of the requests is done or blocks run out. `taken`: the blocks of the first one are
-    held already. An iteration in flight ends first; then the last planned one only begins at the end."""
+    """Plan at most `most` iterations, until one of the requests is done or blocks run out. Blocks of the first `taken`
+    (0 or 1) iterations are held already. If an iteration is in flight, it ends first, and the last planned iteration
+    begins at the plan's end."""
     generation, under_way = state.flight.generation, state.under_way
     steps = 1 if most == 1 else min(generation.steps_to_end(), most)
     if state.config.speculative is not None:
@@ -49,7 +50,7 @@ def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> Non
 
 
 def cut_stretch(state: EngineState, now: int) -> bool:
-    """End the planned iterations at the first boundary at or after `now`. True: that is sooner."""
+    """End the plan at the first boundary at or after `now`. True: the plan now ends earlier."""
     if state.clock is not None:
         return state.clock.cut(state, now)
     before = state.steps
@@ -60,7 +61,7 @@ def cut_stretch(state: EngineState, now: int) -> bool:
 
 
 def cut_to(state: EngineState, steps: int) -> bool:
-    """End the planned iterations after `steps` >= 1 of them. True: that is sooner."""
+    """End the plan after its first `steps` >= 1 iterations. True: the plan now ends earlier."""
     if not state.busy or steps >= state.steps:
         return False
     if state.clock is not None:
@@ -96,7 +97,8 @@ def count_stretch(state: EngineState) -> list[Request]:
 
 
 def catch_up(state: EngineState, now: int) -> None:
-    """Count the planned iterations that ended before `now`, except the last one. The rest stays planned."""
+    """Count the planned iterations that ended before `now`, except the last planned iteration. The others stay
+    planned."""
     if state.clock is not None:
         state.clock.bring(state)
     steps, pieces = state.steps, state.pieces
@@ -129,8 +131,9 @@ def coming_blocks(state: EngineState) -> int:
 
 
 def settle(state: EngineState, now: int) -> int:
-    """Bring counts and blocks to their state after visiting every iteration. The plan does not change. Returns 1 if an
-    iteration ends now: it is not counted yet, because the plan may still be cut there. Else 0."""
+    """Bring counts and blocks to the state that they would have if every iteration had been visited. The plan does not
+    change. Returns the number of iterations, 0 or 1, that end now and are not counted yet, because the plan may still
+    be cut at this tick."""
     if not state.busy or not state.steps:
         return 0
     if state.steps > 1:
@@ -153,8 +156,8 @@ def ended_by(state: EngineState, now: int) -> int:
 
 
 def _store_filled(state: EngineState, tiers: Tiers, following: int) -> None:
-    """Store the chunks that the planned iterations fill, as if each had been visited. The last of them takes
-    `following` ticks, if it only begins at the end."""
+    """Store the chunks that the planned iterations fill, as if each iteration had been visited. If the last iteration
+    begins at the plan's end, it takes `following` ticks."""
     pieces, ahead = state.pieces, int(state.under_way is not None)
     due = [(_full_in(state, tiers, request), place, request) for place, request in enumerate(_generating(state))]
     heapify(due)
@@ -196,7 +199,7 @@ def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], 
 
 
 def _plan_after(state: EngineState, start: int, ticks: int) -> None:
-    """Plan a first iteration of `ticks` ticks, then the batch's next ones."""
+    """Plan a first iteration of `ticks` ticks, and then the batch's next iterations."""
     state.pieces, state.end = [(0, start, ticks, 0)], start + ticks
     if state.steps > 1:
         pieces, state.end = _of_batch(state, state.end, state.steps - 1)
@@ -204,7 +207,7 @@ def _plan_after(state: EngineState, start: int, ticks: int) -> None:
 
 
 def _tell(state: EngineState) -> None:
-    """Trace each planned iteration, as if it had been visited."""
+    """Report each planned iteration to the trace, as if it had been visited."""
     assert state.trace is not None
     generation = state.flight.generation
     running = _generating(state)
@@ -251,7 +254,7 @@ def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, ste
 
 
 def uneven_stretch(cost: IterationCost, now: int, batch: DecodeBatch, contexts: list[int]) -> tuple[list[Piece], int]:
-    """Like `stretch`, for iterations whose contexts do not grow evenly, but do not fall: a piece for each."""
+    """As `stretch`, for iterations whose contexts do not fall, but grow unevenly: one piece for each iteration."""
     ticks = uneven_ticks(cost, batch, contexts)
     ends = list(accumulate(ticks, initial=now))
     return list(zip(range(len(ticks)), ends, ticks, repeat(0), strict=False)), ends[-1]
@@ -268,8 +271,8 @@ def uneven_ticks(cost: IterationCost, batch: DecodeBatch, contexts: list[int]) -
 
 
 def cut(pieces: list[Piece], steps: int, now: int) -> tuple[int, int]:
-    """(iterations, end) of a stretch of `steps` that stops with the first iteration that ends at or after `now`. Pieces
-    after that are removed from `pieces`."""
+    """(iterations, end) of a stretch of `steps` iterations, if it stops with the first iteration that ends at or after
+    `now`. Removes the later pieces from `pieces`."""
     while len(pieces) > 1 and pieces[-1][1] >= now:
         steps = pieces.pop()[0]
     before, start, first, growth = pieces[-1]
@@ -292,7 +295,8 @@ def after(pieces: list[Piece], steps: int) -> list[Piece]:
 
 
 def ticks_of(steps: int, first: int, growth: int) -> int:
-    """Ticks of `steps` iterations: the first takes `first` ticks and each other `growth` more than the one before."""
+    """Ticks of `steps` iterations. The first takes `first` ticks, and each later one `growth` more than its
+    predecessor."""
     return steps * first + growth * (steps * (steps - 1) // 2)
 
 

@@ -12,15 +12,15 @@ from libra.sim.engine.value import Value
 
 @dataclass(frozen=True, slots=True)
 class KVTier(Value):
-    """One tier of an engine; with `shared`, of all engines that use its name: those of a node then share its link. An
-    engine reads and writes its first tier; chunks stored there are copied to the others."""
+    """One tier of an engine. A `shared` tier belongs to all engines that use its name, and engines on one node share
+    its link. An engine reads and writes only its first tier; chunks stored there are copied to the other tiers."""
 
     name: str
     chunks: int  # capacity
-    block_bytes: float  # of a KV block, on all of the engine's devices together
-    store_bandwidth: float  # bytes/s to it, one transfer after the other
-    load_bandwidth: float  # bytes/s from it
-    latency: float = 0.0  # seconds that each transfer takes in addition; they overlap with other transfers
+    block_bytes: float  # bytes of a KV block, on all of the engine's devices together
+    store_bandwidth: float  # bytes/s into the tier, one transfer after another
+    load_bandwidth: float  # bytes/s out of the tier, one transfer after another
+    latency: float = 0.0  # additional seconds of each transfer, during which other transfers may run
     blocks_per_chunk: int = 1
     policy: CachePolicy = "lru"
     offload_prompt_only: bool = True  # generated tokens are kept only once they are part of a prompt
@@ -47,7 +47,7 @@ class Channel:
 
     def __init__(self, bandwidth: float, latency: float) -> None:
         self._bandwidth, self._latency = bandwidth, ticks(latency)
-        self._free = 0  # tick
+        self._free = 0  # tick at which the link is free
 
     def send(self, size: float, now: int) -> int:
         """Send `size` bytes now, or once the link is free. Returns the tick of their arrival."""

@@ -16,7 +16,7 @@ class Iteration:
     end: int
     scheduled: tuple[tuple[int, int], ...]  # (request, tokens), in the scheduler's order
     preempted: tuple[int, ...]
-    cached: tuple[tuple[int, int], ...]  # (request, tokens found), of those admitted
+    cached: tuple[tuple[int, int], ...]  # (request, tokens found) for each admitted request
     free_blocks: int  # after scheduling
 
 

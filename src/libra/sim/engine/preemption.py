@@ -1,8 +1,8 @@
 """Requests that stop running before they finish: preempted to make room, or leaving.
 
 Invariant: a stopped request keeps its generated tokens and loses its blocks; full blocks of known tokens stay findable.
-When blocks run out, the last admitted request (or the one of lowest priority) is preempted, and computes its context
-again later.
+When blocks run out, the last admitted request is preempted, or with priorities the request of lowest priority. It
+computes its context again later.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from libra.sim.engine.state import EngineState
 
 
 def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], dict[Request, int]]:
-    """Give budget and blocks to the running requests in order. Returns the preempted requests, the tokens of those that
-    generate in this iteration, and the chunks of those whose prompts are computed."""
+    """Give budget and blocks to the running requests in order. Returns the preempted requests, the tokens of each
+    request that generates in this iteration, and the chunk of each request whose prompt is computed."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     budget = config.step_budget
     scheduled: dict[Request, int] = {}
@@ -60,7 +60,7 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], di
 
 
 def _victim(state: EngineState) -> Request:
-    """The request to preempt, from the same batch; vLLM would also preempt one whose batch is in flight."""
+    """The request of this batch to preempt; vLLM would also preempt a request whose batch is in flight."""
     members = state.members()
     if state.config.policy == "fcfs":
         return members[-1]
@@ -68,7 +68,7 @@ def _victim(state: EngineState) -> Request:
 
 
 def _preempt(state: EngineState, request: Request, row: int) -> None:
-    """Return a request to the queue. `row` tokens of it are in this iteration already."""
+    """Return a request to the queue; `row` of its tokens are already in this iteration."""
     state.preemptions += 1
     request.preemptions += 1
     admission, under_way = request.admission, state.under_way
@@ -122,7 +122,7 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
 
 
 def stop_generating(state: EngineState, request: Request, row: int = 0) -> tuple[int, int]:
-    """Take a request out of the generating ones, like `Generation.remove`."""
+    """Take a request out of its `Generation`, with the results of `Generation.remove`."""
     if request.chain is not None and state.pool.caching:
         del state.writers[request.chain]
     return state.flight.generation.remove(request, row)

@@ -17,7 +17,7 @@ class FcfsQueue(deque[Request]):
 
     __slots__ = ()
 
-    requeue = deque.appendleft  # a preempted one
+    requeue = deque.appendleft  # returns a preempted request
     pop_head = deque.popleft
 
     @property
@@ -25,7 +25,7 @@ class FcfsQueue(deque[Request]):
         return self[0]
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Return heads that were taken out, in their order."""
+        """Return requests that were taken from the head, in their order."""
         self.extendleft(reversed(requests))
 
     def push(self, request: Request) -> bool:
@@ -35,8 +35,8 @@ class FcfsQueue(deque[Request]):
 
 
 class PriorityQueue:
-    """By priority, the lowest number first; then by arrival, then by number. Preempted requests are treated like all
-    others."""
+    """Requests in the order of `priority`, lowest first; then of arrival, then of number. A preempted request returns
+    to its place in this order."""
 
     __slots__ = ("_entries",)
 

@@ -1,7 +1,7 @@
-"""A data-parallel rank: an engine that schedules by itself, and whose iterations begin and end with its group's.
+"""A data-parallel rank: an engine that schedules by itself, but begins and ends its iterations together with its group.
 
 Invariant: a rank schedules like an independent engine, with dummy batches while it has nothing to compute. With
-asynchronous scheduling a dummy batch is an iteration in flight like any other, without results.
+asynchronous scheduling, a dummy batch is an iteration in flight that has no results.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from libra.sim.engine.request import Request
 
 @dataclass(slots=True, eq=False, repr=False)
 class Rank(SimEngine):
-    """An engine of a group. It is driven like any other, but `plan` returns no end: the group determines it."""
+    """An engine of a group. It is driven like any engine, but `plan` returns no end: the group determines the end."""
 
     place: int = field(default=0, init=False)
-    begin: int = field(default=0, init=False)  # iteration of the group at whose beginning it planned
-    fresh: bool = field(default=False, init=False)  # it has planned at this boundary
-    dummy: bool = field(default=False, init=False)  # it has no work, and runs dummy batches
-    preempts: bool = field(default=False, init=False)  # it only preempts in this iteration
-    dummies: int = field(default=0, init=False)  # dummy batches that it has run
+    begin: int = field(default=0, init=False)  # number of the group's iteration at which the rank's plan begins
+    fresh: bool = field(default=False, init=False)  # the rank has planned at this boundary
+    dummy: bool = field(default=False, init=False)  # the rank has no work, and runs dummy batches
+    preempts: bool = field(default=False, init=False)  # the rank only preempts in this iteration
+    dummies: int = field(default=0, init=False)  # number of dummy batches that the rank has run
     group: RankGroup = field(init=False)
     noted: NotedCost = field(init=False)
-    work: RankWork = field(default=NOTHING, init=False)  # of the first iteration that it has decided
+    work: RankWork = field(default=NOTHING, init=False)  # batch of the plan's first iteration
 
     def join(self, group: RankGroup, place: int) -> None:
         self.place, self.group, self.clock = place, group, group
@@ -37,7 +37,7 @@ class Rank(SimEngine):
 
     @property
     def draining(self) -> bool:
-        """Whether it schedules nothing more, and only ends the iteration in flight."""
+        """Whether the rank schedules nothing more, and only ends the iteration in flight."""
         return self.busy and self.under_way is not None and bool(self._due or self.closing)
 
     def submit(self, request: Request, now: int) -> bool:
@@ -54,7 +54,7 @@ class Rank(SimEngine):
         return SimEngine.interrupt(self, request, now)
 
     def plan(self, now: int) -> None:
-        """Decide what to do from this boundary on; the group determines the end."""
+        """Plan from this boundary on; the group determines when the plan ends."""
         self.group.planning = True
         self.noted.work = NOTHING
         if self.config.async_scheduling:
@@ -69,7 +69,7 @@ class Rank(SimEngine):
         self.group.planned(self)
 
     def _look_at_drafts(self) -> None:
-        """Limit the plan to iterations with equal tokens, by which a graph is chosen, and note these tokens."""
+        """Limit the plan to iterations with equal numbers of tokens, since the graph depends on it, and note them."""
         generation, batch = self.flight.generation, self.work.batch
         contexts = None
         if self.steps:
@@ -80,7 +80,7 @@ class Rank(SimEngine):
 
     def _plan_ahead(self, now: int) -> None:
         """Plan with asynchronous scheduling. If the rank was idle, a dummy batch is in flight; if the group was at
-        rest, a dummy batch that takes no time."""
+        rest, the dummy batch takes no time."""
         group, preempted = self.group, self.preemptions
         lasts = group.lasts()
         stops = bool(self._due or self.closing)
@@ -94,7 +94,7 @@ class Rank(SimEngine):
             self.noted.line(self.batch(generation.count), generation.context)
         elif self.under_way is not None and self.under_way.dummy and not stops and not self.noted.work.tokens:
             if self.preemptions > preempted:
-                return  # there is room then, with the next step
+                return  # the preempted request left room for the next step
             self.under_way, self.busy = None, False
 
     def commit(self) -> list[Request]:

@@ -1,7 +1,7 @@
 """The batch of each rank of a group in the following iterations, and their duration.
 
-Invariant: whole ticks, as in `GroupCost`. A rank's line is recomputed only if the rank has planned, or its context has
-left the range of the line.
+Invariant: ticks are whole numbers, as in `GroupCost`. A rank's line is recomputed only if the rank has planned, or if
+its context has left the range of the line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _KINDS: tuple[GraphKind, ...] = ("NONE", "PIECEWISE", "FULL")  # from the lowest
 
 
 class RankWork(NamedTuple):
-    """Batch of a rank in an iteration. Each later iteration has `growth` tokens of context more; with drafts,
-    `contexts` has those of all planned iterations."""
+    """Batch of a rank in an iteration. `context` grows by `growth` tokens with each later iteration; with drafts,
+    `contexts` lists it for all planned iterations."""
 
     batch: DecodeBatch
     context: int = 1
@@ -35,7 +35,7 @@ class RankWork(NamedTuple):
     chunks: Sequence[Chunk] = ()
     admitted: Admitted = NONE_ADMITTED
     contexts: list[int] | None = None
-    missing: int = 0  # tokens by which decoding requests have fewer than `tokens_each` each
+    missing: int = 0  # tokens that decoding requests lack, compared with `tokens_each` tokens each
 
     @property
     def tokens(self) -> int:
@@ -52,7 +52,7 @@ NOTHING = RankWork(DecodeBatch(0))
 
 @dataclass(slots=True, eq=False)
 class NotedCost:
-    """Replaces an engine's cost, and only notes an iteration's batch: its price depends on all ranks."""
+    """Replaces an engine's cost, and only notes an iteration's batch, since the duration depends on all ranks."""
 
     uneven: bool
     work: RankWork = NOTHING
@@ -85,17 +85,17 @@ class RankBatches:
         self.idle = RankWork(DecodeBatch(1, config.tokens_each))  # a dummy batch
         self._works = [self.idle] * count
         self._contexts, self._growths = np.ones(count, np.int64), np.zeros(count, np.int64)
-        self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # of each rank's own graph
+        self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # each rank's own graph
         self._requests = np.ones(count, np.int64)
         self._cpu = np.full(count, spec.cost.host.seconds(1))
-        self._tokens = np.ones(count, np.int64)  # without padding
+        self._tokens = np.ones(count, np.int64)  # tokens of each rank, without padding
         self._divides = np.zeros(count, np.bool_)  # whether each rank would divide its batch, by `micro_batching`
         self._versions = np.zeros(count, np.int64)
-        self._mixed: set[int] = set()  # places of those with prefill in the next iteration
+        self._mixed: set[int] = set()  # places of ranks with prefill in the next iteration
         self._drafts = config.speculative is not None
-        self._done = np.zeros(count, np.int64)  # iterations of each rank's work
+        self._done = np.zeros(count, np.int64)  # ended iterations of each rank's work
         self._lines: dict[tuple[GraphKind, bool], _Lines] = {}
-        self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # of the next iteration
+        self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # latest
 
     def put(self, place: int, work: RankWork) -> None:
         """Let a rank compute `work` from the next iteration on."""
@@ -123,7 +123,7 @@ class RankBatches:
             self._divides[place] = rule.wanted(work.tokens, uniform=work.uniform)
 
     def goes_on(self, place: int, work: RankWork) -> bool:
-        """Whether a rank already computes `work` in the iteration after the next one, without a change."""
+        """Whether a rank's present work, continued, is `work` in the iteration after the next one."""
         before = self._works[place]
         if self._drafts or before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
             return False
@@ -135,11 +135,12 @@ class RankBatches:
         self._done += steps
 
     def price(self, iteration: int, start: int, most: int) -> Stretch:
-        """Price at most `most` iterations from this one on, up to the first for which the group's lines change."""
+        """Find the ticks of at most `most` iterations from number `iteration` on. Stops before the group's lines
+        change."""
         kind, largest = _KINDS[self._kinds.min()], int(self._sizes.max())
         padded, cost, rule = kind != "NONE", self._spec.cost, self._spec.micro_batching
         divided = rule is None or bool(self._divides.all() and rule.fills(int(self._tokens.min()), largest))
-        # Micro-batches are padded without a graph, too: all ranks have equal tokens.
+        # Micro-batches are padded even without a graph, so that all ranks have equally many tokens.
         alike = padded or (divided and rule is not None)
         tokens = largest * self._count if alike else int(self._sizes.sum())
         self._graph = graph = Graph(kind, largest if padded else 0, not divided)
@@ -166,7 +167,7 @@ class RankBatches:
         return Stretch(steps, pieces, bounds, at)
 
     def _price_each(self, lines: _Lines, start: int, steps: int) -> Stretch:
-        """Price each iteration by itself: with drafts contexts do not grow evenly."""
+        """Find the ticks of each iteration separately, since contexts grow unevenly with drafts."""
         steps = min(steps, LISTED)
         own = np.zeros(steps, np.int64)
         for place, work in enumerate(self._works):
@@ -200,7 +201,7 @@ class _Lines:
         self._of: list[tuple[int, Ints]] = [(-1, np.zeros(1, np.int64))] * count
 
     def of(self, place: int, work: RankWork, version: int) -> Ints:
-        """Ticks of each planned iteration of a rank; a single entry holds for all."""
+        """Ticks of each planned iteration of a rank; a single entry is valid for all iterations."""
         known, ticks = self._of[place]
         if known != version:
             batch, contexts = work.batch, work.contexts
@@ -217,8 +218,9 @@ class _Lines:
     def at(
         self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[RankWork], without: Sequence[int]
     ) -> tuple[Ints, Ints, int]:
-        """(ticks, growth) of each rank except those in `without`, and the number of iterations for which they hold."""
-        # After a cut, a stretch may be before the iterations for which a line holds.
+        """Ticks of each rank, their growth per iteration, and the number of iterations for which both are valid. Ranks
+        in `without` are left out."""
+        # After a cut, a stretch may lie before the iterations for which a line is valid.
         stale = (self._versions != versions) | (contexts < self._starts) | (contexts >= self._limits)
         if without:
             stale[without] = False

@@ -1,7 +1,7 @@
 """One iteration: the tokens that each running request computes in it, and its results at its end.
 
-Invariant: running requests come first, in the order of their admission, with a token each or the next chunk of a
-prompt. Waiting ones are admitted only if no request was preempted.
+Invariant: running requests come first, in the order of their admission. Each gets a token, or the next chunk of its
+prompt. Waiting requests are admitted only if no request was preempted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from libra.sim.engine.tiers import Tiers
 
 
 def schedule(state: EngineState, now: int, most: int) -> bool:
-    """Schedule an iteration of `state.flight`, of any kind, or up to `most` that only generate. They begin now, and end
-    at `state.end`. Returns False if nothing fits."""
+    """Schedule one iteration of `state.flight`, or up to `most` iterations that only generate, from `now` to
+    `state.end`. Returns False if nothing fits."""
     config, pool, generation, tiers = state.config, state.pool, state.flight.generation, state.tiers
     state.chunk = None
     demand, partials = generation.demand(), tuple(state.partials)
-    slots, left = 0, config.max_num_batched_tokens - generation.count  # of the budget
+    slots, left = 0, config.max_num_batched_tokens - generation.count  # parts of the budget
     if config.speculative is not None:
         slots = config.input_slots
         left = config.step_budget - generation.rows - slots * generation.count
@@ -79,8 +79,8 @@ class _Room(NamedTuple):
     """Requests that were preempted so that the others of a batch have blocks and budget."""
 
     preempted: Sequence[Request] = ()
-    skipped: Collection[Request] = ()  # in this iteration
-    cut: Mapping[Request, int] = {}  # rows that are cut short, with their tokens
+    skipped: Collection[Request] = ()  # requests that get no token in this iteration
+    cut: Mapping[Request, int] = {}  # requests that get fewer tokens than they want: number of tokens
 
 
 _ENOUGH = _Room()
@@ -120,8 +120,8 @@ def _batch(
 
 
 def _conclude(state: EngineState, tiers: Tiers, now: int, most: int, plain: bool, room: _Room, chunks: bool) -> int:
-    """Offer the KV of the iteration to the tiers. Returns the number of iterations of its kind that may follow at once:
-    `most`, or none if the tiers have to be checked again."""
+    """Offer the KV of the iteration to the tiers. Returns how many iterations may be planned at once: `most`, or 0 if
+    the tiers have to be checked again before the next one."""
     if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):
         most = 0
     known = [] if plain and most and not tiers.prompt_only else _known(state, room.skipped, chunks)
@@ -171,8 +171,8 @@ def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> li
 
 
 def _patience(state: EngineState, most: int) -> int:
-    """Iterations, at most `most`, before one with which the head of the queue may fit although no request ends. With
-    drafts rows become shorter towards `max_model_len`; windows release blocks."""
+    """Iterations, at most `most`, before the head of the queue may fit although no request ends. Room comes from
+    requests that get fewer tokens near `max_model_len`, with drafts, and from windows that release blocks."""
     generation = state.flight.generation
     if most == 1 or not state.wanted:
         return 1
@@ -186,8 +186,8 @@ def _admits(state: EngineState) -> bool:
 
 
 def fill(state: EngineState, now: int) -> int:
-    """Give a batch to every free pipeline stage, like vLLM's batch queue. Returns the number of batches in flight; the
-    first of them ends at `state.end`."""
+    """Give a batch to every free pipeline stage, as vLLM's batch queue does. Returns the number of batches in flight;
+    the first of these batches ends at `state.end`."""
     flights = state.flights
     for flight in flights.free:
         state.flight = flight
@@ -244,8 +244,8 @@ def complete(state: EngineState) -> list[Request]:
 
 
 def _complete_in_order(state: EngineState, done: list[Request]) -> list[Request]:
-    """Like `complete`, in the order of admission, where a prompt that waited for budget comes before requests that
-    generate."""
+    """As `complete`, but strictly in the order of admission: a request whose prompt waited for budget may come before
+    requests that generate."""
     finishing, state.flight.finishing = state.flight.finishing, []
     both = sorted([*done, *finishing], key=lambda it: it.admission)
     ended: list[Request] = []
@@ -282,20 +282,20 @@ def count_iteration(state: EngineState) -> None:
 
 
 def tell_first_token(request: Request, now: int) -> None:
-    """Note the first token of a request. Its prompt is then complete, too, unless another engine computed it before."""
+    """Note the tick of a request's first token, and of the end of its prompt if no other engine computed the prompt."""
     request.first_token = now
     if request.prefill_end is None:
         request.prefill_end = now
 
 
 def tell_asked(state: EngineState, request: Request, generated: int) -> None:
-    """Note that a request has generated its `ask_at` tokens, and with drafts possibly more."""
+    """Note that a request has generated its `ask_at` tokens, or more of them with drafts."""
     request.generated, request.ask_at = generated, None
     state.asked.append(request)
 
 
 def start_generating(state: EngineState, request: Request) -> None:
-    """Let a request with a computed prompt generate. Raises ValueError if another one generates on its chain."""
+    """Let a request with a computed prompt generate. Raises ValueError if another request generates on its chain."""
     state.flight.generation.add(request, state.slots(request))
     request.reserves = False
     chain = request.chain

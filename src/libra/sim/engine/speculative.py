@@ -17,7 +17,7 @@ from libra.sim.engine.value import Value
 Ints = NDArray[np.int64]
 
 SEQUENTIAL = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
-_STATE_READERS = ("eagle", "eagle3", "mtp")  # their drafter reads the hidden states of the last tokens
+_STATE_READERS = ("eagle", "eagle3", "mtp")  # methods whose drafter reads the hidden states of the last tokens
 _PARALLEL = ("dflash", "dspark", "pard", "p-eagle")
 _ODD = 0x9E3779B97F4A7C15
 _WHOLE = 1 << 64
@@ -27,9 +27,9 @@ _WHOLE = 1 << 64
 class Speculative(Value):
     """`num_speculative_tokens` drafts are proposed for every running request, and verified with its next token.
 
-    The number of accepted drafts is drawn: `synthetic_acceptance_rates` are the probabilities that the first draft, the
-    first two drafts, and so on, are accepted. Or `accepted` lists the number for each verification, and is repeated
-    from the beginning.
+    The number of accepted drafts is drawn, if `synthetic_acceptance_rates` has the probabilities that the first draft,
+    the first two drafts, and so on, are accepted. Otherwise `accepted` lists the number for each verification, and
+    starts again after its last entry.
     """
 
     method: str
@@ -65,8 +65,8 @@ class Speculative(Value):
 
     @classmethod
     def of_length(cls, method: str, drafts: int, length: float, seed: int = 0) -> Speculative:
-        """Drafts with a mean of `length` tokens per verification, including the token after the drafts. As in vLLM, the
-        rates are those with the least variance."""
+        """Drafts with a mean of `length` tokens per verification, including the token after the drafts. As in vLLM,
+        the rates are chosen so that the variance is least."""
         if not 1 <= length <= drafts + 1:
             raise ValueError(f"synthetic_acceptance_length is {length}; it is from 1 to {drafts + 1}")
         whole = int(length - 1)
@@ -80,13 +80,13 @@ class Speculative(Value):
 
     @property
     def lookahead(self) -> int:
-        """Tokens that the drafter writes beyond the verified ones: they have a place in the KV cache, too."""
+        """Tokens that the drafter writes beyond the verified ones. They take places in the KV cache."""
         return 0 if self.method == "ngram" else self.num_speculative_tokens
 
     @property
     def volatile_chunk(self) -> bool:
-        """Whether the KV of the last chunk may still change while its request generates. vLLM assumes it for drafters
-        that are layers of the model itself."""
+        """Whether the KV of the last chunk may still change while its request generates. vLLM assumes so if the drafter
+        is a layer of the model itself."""
         return self.method == "mtp"
 
     @property
@@ -96,8 +96,8 @@ class Speculative(Value):
 
     @property
     def input_slots(self) -> int:
-        """Tokens of the budget that a request takes in addition to its own: the input of a draft model is not
-        shifted."""
+        """Tokens of the budget that a request takes in addition to its own tokens. A draft model takes one, because its
+        input is not shifted."""
         return int(self.method == "draft_model")
 
     @property
@@ -109,7 +109,7 @@ class Speculative(Value):
 
 
 class Draws:
-    """Tokens that verifications generate, and the lengths of a context with them."""
+    """Draws the number of tokens that each verification generates, and from it the lengths of contexts."""
 
     def __init__(self, speculative: Speculative) -> None:
         self._told = np.array(speculative.accepted, np.int64) + 1
@@ -117,11 +117,11 @@ class Draws:
         chances = [round(rate * _WHOLE) for rate in reversed(speculative.synthetic_acceptance_rates)]
         self._chances = np.array([chance for chance in chances if chance < _WHOLE], np.uint64)
         self._most = np.array(speculative.tokens_each)
-        self._likely = 1.25 / speculative.mean_tokens  # verifications for a token, nearly always enough
+        self._likely = 1.25 / speculative.mean_tokens  # verifications per token that nearly always suffice
         self._steps = _steps(1024)
 
     def gains(self, request: int, first: int, count: int) -> Ints:
-        """Tokens that `count` verifications of a request generate, from the one of number `first` >= -1 on."""
+        """Tokens that each of `count` verifications of a request generates. The first has number `first` >= -1."""
         if len(self._told):
             return self._told.take(np.arange(first, first + count), mode="wrap")
         if first + count >= len(self._steps):
@@ -134,8 +134,8 @@ class Draws:
         return self._most - self._chances.searchsorted(drawn, "right")
 
     def contexts(self, request: int, first: int, begin: int, end: int, most: int) -> Ints:
-        """Tokens of a request's context before each verification, from the one of number `first` on, and after the
-        last: from `begin` to `end`. The first one generates `most` tokens at most."""
+        """Tokens of a request's context before each verification and after the last, from `begin` to `end`. The first
+        verification has number `first`, and generates at most `most` tokens."""
         surely = end - begin
         for count in (min(int(self._likely * surely) + 8, surely), surely):
             gains = self.gains(request, first - 1, count + 1)
@@ -150,8 +150,8 @@ class Draws:
         return contexts[: steps + 1]
 
 
-# SplitMix64 (Steele, Lea and Flood 2014). What its output function does after the last multiplication mixes lower bits
-# that hardly matter to a comparison.
+# SplitMix64 (Steele, Lea and Flood 2014), without the last shift of its output function: the shift changes only low
+# bits, which hardly matter to a comparison.
 _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in _FACTORS)
 

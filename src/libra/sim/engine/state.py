@@ -23,9 +23,10 @@ from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
 from libra.sim.engine.tiers import Tiers
 
-_KEPT = 1024  # batches that are made in advance: each event needs one
-Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
-Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
+_KEPT = 1024  # number of batches made in advance, since each event needs one
+Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # state of a prompt's KV
+# Piece of a plan: (iterations before it, its start, ticks of its first iteration, growth of ticks per iteration)
+Piece = tuple[int, int, int, int]
 
 
 @cache
@@ -34,11 +35,11 @@ def _batches(tokens_each: int) -> list[DecodeBatch]:
 
 
 class Clock(Protocol):
-    """Clock of several engines, which determines the duration of their iterations. `pieces` are valid only after
-    `bring`, and only for the clock's current iterations."""
+    """Clock of several engines, which determines the duration of their iterations. An engine's `pieces` are valid only
+    after `bring`, and only for the clock's current iterations."""
 
-    index: int  # orders its events
-    busy: bool  # until `end`
+    index: int  # orders the clock's events among events of the same tick
+    busy: bool  # iterations are under way until `end`
     end: int
 
     def bring(self, state: EngineState) -> None:
@@ -46,15 +47,16 @@ class Clock(Protocol):
         ...
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """Note that `steps` more ended iterations of the engine are counted."""
+        """Note that the engine has counted `steps` more ended iterations."""
         ...
 
     def cut(self, state: EngineState, now: int) -> bool:
-        """Let the engine decide at the first boundary at or after `now`. True: the clock's end is sooner."""
+        """Let the engine plan again at the first boundary at or after `now`. True: `end` is now earlier."""
         ...
 
     def limit(self, state: EngineState, steps: int) -> bool:
-        """Let the engine decide after `steps` of its planned iterations, fewer than planned. True: as with `cut`."""
+        """Let the engine plan again after `steps` of its planned iterations, fewer than all of them. True: `end` is now
+        earlier."""
         ...
 
 
@@ -62,7 +64,8 @@ class Clock(Protocol):
 class EngineState:
     """State of an engine and its elementary changes; the rules are in `running`, `admission`, `preemption` and `jump`.
 
-    `exact` visits every iteration: the same outcome of every request, slower, with more precise `held_ticks`.
+    With `exact` every iteration is visited. Requests have the same outcomes; the run is slower, and `held_ticks` more
+    precise.
     """
 
     config: EngineConfig
@@ -71,23 +74,23 @@ class EngineState:
     _: KW_ONLY
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
-    defers: bool = False  # blocks that the current iteration may write are released with its end
+    defers: bool = False  # blocks to which the current iteration may write are released only at its end
     clock: Clock | None = field(default=None, init=False)  # shared with other engines
     pool: BlockPool = field(init=False)
     tiers: Tiers | None = field(default=None, init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
-    arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
+    arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # they hold blocks, and wait in order
     ready: int = field(default=0, init=False)  # arriving requests whose KV is not under way
-    orphans: list[Request] = field(default_factory=list, init=False)  # given up, with their KV under way
+    orphans: list[Request] = field(default_factory=list, init=False)  # requests given up while their KV is under way
     # Finished requests whose blocks stay: (tokens, number of known tokens)
     sending: dict[Request, tuple[int, int]] = field(default_factory=dict, init=False)
-    notices: list[Notice] = field(default_factory=list, init=False)  # to be seen at the next boundary
+    notices: list[Notice] = field(default_factory=list, init=False)  # messages to handle at the next boundary
     running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
-    # Requests with partly computed prompts, in the order of admission. There is only one, unless other requests came
-    # while it got no blocks.
+    # Requests with partly computed prompts, in the order of admission. There is only one such request, unless others
+    # were admitted while it got no blocks.
     partials: dict[Request, None] = field(default_factory=dict, init=False)
     blocked: bool = field(default=False, init=False)  # the head of the queue fits only once blocks are released
-    # Least free blocks with which the head may fit before that; 0: unknown
+    # Least free blocks with which the blocked head may fit before then; 0: unknown
     wanted: int = field(default=0, init=False)
     admissions: int = field(default=0, init=False)
     flights: Flights = field(init=False)
@@ -96,34 +99,34 @@ class EngineState:
     chunk: Request | None = field(default=None, init=False)  # the last decided iteration has a chunk of its prompt
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # iterations that may be planned at once
-    uneven: bool = field(init=False)  # batches have the spread of their contexts
+    uneven: bool = field(init=False)  # the cost needs the spread of contexts in batches
     restless: bool = field(init=False)  # the head of the queue may fit later although no request releases its blocks
     batches: list[DecodeBatch] = field(init=False)  # batches without a spread, by the number of requests
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # the request that generates on a chain
-    leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
+    leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # they leave at the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
     interrupted: list[Request] = field(default_factory=list, init=False)
     pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # pulls that begin: (request, blocks)
-    # Requests that ended without running: their KV did not come, or they needed only the first token that came with it
+    # Requests that ended without running: their KV did not arrive, or they needed only the first token, sent with it
     ended: list[Request] = field(default_factory=list, init=False)
     # The plan
-    busy: bool = field(default=False, init=False)  # until `end`
+    busy: bool = field(default=False, init=False)  # a plan is under way until `end`
     start: int = field(default=0, init=False)  # tick
     end: int = field(default=0, init=False)
     waits: bool = field(default=False, init=False)  # nothing is computed until `end`
-    wait: int = field(default=0, init=False)  # ticks before the iteration until pending stores release the blocks
-    steps: int = field(default=0, init=False)  # iterations that only generate; 0: one of another kind, or a pause
-    ticks: int = field(default=0, init=False)  # of the iteration that is decided while another is under way; 0: none is
-    pieces: list[Piece] = field(default_factory=list, init=False)  # of the `steps` iterations
-    taken: int = field(default=0, init=False)  # iterations of these, 0 or 1, whose blocks have been taken already
+    wait: int = field(default=0, init=False)  # ticks that the iteration waits for stores that read its blocks
+    steps: int = field(default=0, init=False)  # iterations that only generate; 0: another iteration, or a pause
+    ticks: int = field(default=0, init=False)  # ticks of an iteration decided while another is under way; 0: none
+    pieces: list[Piece] = field(default_factory=list, init=False)  # ticks of the `steps` iterations
+    taken: int = field(default=0, init=False)  # number of the first of these iterations, 0 or 1, that have their blocks
     # Counts
-    load_tokens: int = field(default=0, init=False)  # prompts of the requests accepted and not finished
+    load_tokens: int = field(default=0, init=False)  # prompt tokens of the requests accepted and not finished
     load_changed: Callable[[], object] | None = field(default=None, init=False)  # called when `load_tokens` changes
     events: int = field(default=0, init=False)
     iterations: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     busy_ticks: int = field(default=0, init=False)
-    held_ticks: int = field(default=0, init=False)  # 2 x blocks held x ticks; even growth between two events
+    held_ticks: int = field(default=0, init=False)  # 2 x blocks held x ticks, as if they grew evenly between events
     seen: int = field(default=0, init=False)  # tick up to which `held_ticks` is counted
 
     def __post_init__(self) -> None:
@@ -148,7 +151,7 @@ class EngineState:
             self.load_changed()
 
     def count_held(self, now: int) -> None:
-        """Count the blocks held from the last count until `now`."""
+        """Add the blocks held since the last call to `held_ticks`, up to `now`."""
         self.held_ticks += 2 * self.pool.held * (now - self.seen)
         self.seen = now
 
@@ -167,14 +170,14 @@ class EngineState:
         return (DrawnAhead if self.config.async_scheduling else Drawn)(self.config, speculative)
 
     def batch(self, requests: int, absent: Collection[Request] = (), context: int | None = None) -> DecodeBatch:
-        """The decoding batch of the next iteration with `requests` requests of `flight`: all but the `absent` ones. If
+        """The decoding batch of the next iteration, with the `requests` requests of `flight` that are not `absent`. If
         some are absent, `context` is the sum of the contexts in the batch."""
         if not self.uneven:
             return self.batches[requests] if requests < _KEPT else DecodeBatch(requests, self.config.tokens_each)
         generation = self.flight.generation
         shared = self.pool.shared * self.config.block_size
         holders = len(self.running) if self.overlapping else generation.count
-        if requests < holders:  # blocks do not list their holders: as if all had a prefix in common
+        if requests < holders:  # blocks do not list their holders: assume one common prefix
             shared = shared * max(0, requests - 1) // max(1, holders - 1)
         if context is None:
             context = generation.context
@@ -193,12 +196,12 @@ class EngineState:
         return self.under_way.ending if self.under_way is not None else ()
 
     def lag(self, request: Request) -> int:
-        """Iterations in flight, 0 or 1, with a request that generates or whose last token is in flight."""
+        """Iterations in flight, 0 or 1, that include a request; it generates, or its last token is in flight."""
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
 
     def known(self, request: Request, step: int = 1) -> int:
-        """Known tokens of a generating request when the `step`-th of the next iterations is scheduled."""
+        """Tokens of a generating request that are known when the `step`-th of the next iterations is scheduled."""
         generation = self.flights.all[request.flight].generation
         before = self.lag(request) if step == 1 else int(self.under_way is not None)
         return request.prompt_tokens + generation.generated(request, step - 1 - before)
@@ -261,8 +264,8 @@ class EngineState:
             self.pool.write(request, full, again=drafts is not None and drafts.recomputes_block)
 
     def write_all(self, path: Path, more: int = 0) -> None:
-        """Let other requests find the generated tokens on the chains of a context, with `more` iterations after the
-        counted ones."""
+        """Let other requests find the tokens that were generated on a context's chains, including `more` iterations
+        that are not counted yet."""
         for owner, _, _ in path:
             writer = self.writers.get(owner)
             if writer is not None:
@@ -270,12 +273,12 @@ class EngineState:
                 self.write(writer, self.flights.all[writer.flight].generation.computed(writer, late))
 
     def is_written(self, request: Request) -> bool:
-        """Whether another request generates on a chain that this one's context follows."""
+        """Whether another request generates on a chain of this request's context."""
         return any(owner in self.writers for owner, _, _ in request.path)
 
     def release(self, request: Request, tokens: int, known: int, row: bool = False) -> None:
-        """Stop running a request, and release the blocks of `tokens` tokens, of which `known` are final. `row`: it is
-        in the iteration in flight."""
+        """Stop running a request, and release the blocks of `tokens` tokens, of which `known` are final. `row`: the
+        request is in the iteration in flight."""
         del self.running[request]
         request.admission = request.flight = -1
         if self.config.num_reserved_decode_tokens:  # fewer blocks are reserved

@@ -1,8 +1,8 @@
 """Fetches of waiting requests from other tiers into the first one, and the check that they end.
 
-Invariant: a run that could proceed by itself is never refused. It is refused only under three conditions:
-nothing is computed, a request fetches a chunk again that another request evicted, and an earlier state has returned.
-vLLM's scheduler repeats these fetches for ever.
+Invariant: a run that could proceed is never refused. A run is refused only if nothing is computed, a request fetches a
+chunk again that another request evicted, and the state equals an earlier one. There vLLM's scheduler would repeat the
+fetches for ever.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class TierFetches:
         self._transfers = transfers
         self._fetched: set[tuple[Request, Key]] = set()
         self._again = False  # a request has fetched a chunk a second time
-        self._states: set[Hashable] = set()  # after such a fetch
+        self._states: set[Hashable] = set()  # states after a chunk was fetched a second time
 
     @property
     def requests(self) -> list[int]:
-        """The numbers of the requests that fetch."""
+        """The numbers of the requests that have fetched chunks, in rising order."""
         return sorted({request.number for request, _ in self._fetched})
 
     def note(self, request: Request, key: Key) -> None:
@@ -43,7 +43,7 @@ class TierFetches:
             self._fetched, self._again, self._states = set(), False, set()
 
     def repeat(self, waiting: Mapping[Request, Access], now: int) -> bool:
-        """Whether the state repeats an earlier one. Nothing is computed, and the `waiting` requests wait."""
+        """Whether the state equals an earlier one. Called while nothing is computed and all `waiting` requests wait."""
         if not self._again:
             return False
         self._again = False

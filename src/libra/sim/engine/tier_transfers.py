@@ -1,8 +1,8 @@
 """KV transfers between an engine's GPU and its tiers, and between tiers, and their ends.
 
-Invariant: ends are handled in their order, over all engines that share a tier, whichever engine checks first. So
-nothing depends on how often an engine checks. With several tiers the rules are those of vLLM's
-`TieringOffloadingManager`: all chunks go through the first one.
+Invariant: ends are handled in the order of their ticks over all engines that share a tier, whichever engine checks
+first. So results do not depend on how often an engine checks. Several tiers follow vLLM's `TieringOffloadingManager`:
+all chunks go through the first tier.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Shelf:
         self.tier = tier
         self.cache: ChunkCache = chunk_cache(tier.chunks, tier.policy)
         self.into, self.out = Channel(tier.store_bandwidth, tier.latency), Channel(tier.load_bandwidth, tier.latency)
-        self.loads = 0  # by this engine
-        self.loaded = self.stored = 0.0  # bytes, the same
+        self.loads = 0  # number of loads by this engine
+        self.loaded = self.stored = 0.0  # bytes loaded and stored by this engine
 
     @property
     def chunk_bytes(self) -> float:
@@ -47,7 +47,7 @@ class Shelf:
 
 @dataclass(slots=True, eq=False)
 class Offload:
-    """A store of chunks to the first tier. It reads the blocks until it has ended."""
+    """A store of chunks to the first tier, which reads their blocks until it has ended."""
 
     keys: list[Key]
     end: int | None = None  # tick; None: it has not begun
@@ -62,8 +62,9 @@ class TierTransfer:
     """A transfer in flight other than a store."""
 
     keys: list[Key]
-    shelf: Shelf  # its source, or of a copy its destination
-    kind: Literal["load", "copy", "promotion"]  # to the GPU; from the first tier to another; from that to the first
+    shelf: Shelf  # the source; for a copy the destination
+    # "load": to the GPU; "copy": from the first tier to another tier; "promotion": from another tier to the first
+    kind: Literal["load", "copy", "promotion"]
     request: Request | None = None
 
 
@@ -74,11 +75,11 @@ class TierTransfers:
         self.shelves = [Shelf(tier) for tier in tiers]
         self.first, self.others = self.shelves[0], self.shelves[1:]
         self.sharing = [self]  # the engines that share a tier, in their order
-        self.loading: dict[Request, int] = {}  # tick at which the KV is there
+        self.loading: dict[Request, int] = {}  # tick at which the request's KV has arrived
         self.coming: set[Key] = set()  # chunks that are being loaded
         self.begun = 0
-        self.look_at: Callable[[int], object] | None = None  # lets its engine decide at the first boundary from then on
-        self._ends: list[tuple[int, int, Offload | TierTransfer]] = []  # of all transfers under way
+        self.look_at: Callable[[int], object] | None = None  # makes its engine plan from a tick on
+        self._ends: list[tuple[int, int, Offload | TierTransfer]] = []  # all transfers under way, by their end
         self._arrived: list[Request] = []
 
     # Begins
@@ -94,12 +95,12 @@ class TierTransfers:
         self._begin(end, TierTransfer(keys, self.first, "load", request))
 
     def promote(self, keys: list[Key], shelf: Shelf, now: int) -> None:
-        """Fetch chunks from another tier to the first."""
+        """Fetch chunks from the tier of `shelf` into the first tier."""
         self._begin(shelf.load(len(keys) * shelf.chunk_bytes, now), TierTransfer(keys, shelf, "promotion"))
 
     def disturb(self, now: int) -> None:
-        """Let the other engines that share a tier decide again, since their lookups may now find other chunks. At one
-        tick engines decide in their order."""
+        """Let the other engines that share a tier plan again, since their lookups may now find other chunks. At one
+        tick, engines plan in their order."""
         place = self.sharing.index(self)
         for number, it in enumerate(self.sharing):
             if number != place and it.look_at is not None:
@@ -120,7 +121,7 @@ class TierTransfers:
         return arrived
 
     def pass_time(self, now: int) -> None:
-        """Handle all ends up to `now`."""
+        """Handle the transfers that end up to `now`, of all engines that share a tier."""
         sharing = self.sharing
         while True:
             ends = [(it._ends[0][0], place) for place, it in enumerate(sharing) if it._ends and it._ends[0][0] <= now]
@@ -129,12 +130,12 @@ class TierTransfers:
             sharing[min(ends)[1]]._end_first()
 
     def next_load(self) -> int | None:
-        """The tick at which the next request gets its KV; None: no load is in flight."""
+        """The tick at which the next load ends; None: no load is in flight."""
         return min(self.loading.values(), default=None)
 
     def next_end(self) -> int | None:
-        """The tick of the next end of any transfer, including those of engines that share a tier; None: there is
-        none."""
+        """The tick at which the next transfer ends, including transfers of engines that share a tier; None: no transfer
+        is in flight."""
         return min((it._ends[0][0] for it in self.sharing if it._ends), default=None)
 
     def under_way(self, now: int) -> tuple[tuple[int, ...], ...]:
@@ -165,7 +166,7 @@ class TierTransfers:
 
 
 class SharedTiers:
-    """Tiers that the engines of a cluster share: all share the contents, and those of one node also the link."""
+    """Tiers that the engines of a cluster share. All engines share the contents; engines on one node share the link."""
 
     def __init__(self) -> None:
         self._first: dict[str, Shelf] = {}
@@ -173,7 +174,7 @@ class SharedTiers:
         self._sharing: list[TierTransfers] = []
 
     def join(self, transfers: TierTransfers, node: str) -> None:
-        """Add an engine on `node`. Raises ValueError if its tier differs from that of others under the same name."""
+        """Add an engine on `node`. Raises ValueError if other engines use a shared tier's name with other values."""
         for shelf in transfers.shelves:
             name = shelf.tier.name
             if not shelf.tier.shared:

@@ -1,9 +1,9 @@
 """KV offloaded from the GPU, and loads of KV that the GPU's own cache lacks.
 
-Invariant: a repeated lookup has the same answer until one of two events: a transfer ends, or the engine reuses a block
-that is still read or was found for a waiting request. So iterations may be counted together until then. For a chunk
-that is still being written, or is being loaded already, the answer is "ask again". A block that a store still reads is
-not overwritten before the store has ended. The rules are those of vLLM's `OffloadingConnector`.
+Invariant: the answer of a lookup changes only if a transfer ends, or if the engine reuses a block that a transfer still
+reads or that was found for a waiting request. Until then, iterations may be counted together. For a chunk that is being
+written or loaded, the answer is to ask again later. A block that a store still reads is not overwritten before the
+store has ended. The rules are those of vLLM's `OffloadingConnector`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Use:
     """The accesses and stores of a request in the tiers, from its first lookup to its end."""
 
     access: Access = field(default_factory=Access)
-    stored: int = 0  # chunks of its context that are stored, or being stored
+    stored: int = 0  # number of chunks of its context that are stored or being stored
     stores: list[Offload] = field(default_factory=list)
     over: bool = False
 
     def until(self, now: int) -> int:
-        """The tick at which the last of its stores has ended; `now` if all have ended."""
+        """The tick at which the last store of the request has ended; `now` if all have ended."""
         self.stores = [it for it in self.stores if not it.ended(now)]
         return max((it.end for it in self.stores if it.end is not None), default=now)
 
@@ -46,17 +46,18 @@ class Tiers:
         self.prompt_only = tiers[0].offload_prompt_only
         self.shared = any(tier.shared for tier in tiers)
         self.now = 0  # tick of the latest boundary
-        self.failed: dict[Request, None] = {}  # running, with chunks that did not fit
+        self.failed: dict[Request, None] = {}  # running requests with chunks that did not fit into the first tier
         self.watched: list[tuple[Request, int]] = []  # waiting requests, and the blocks found for each
         self.patient = False  # no waiting request needs another lookup before something changes
         self._pool = pool
         self._last_changes = volatile
         self._reads = pool.reads
         self._uses: dict[Request, Use] = {}
-        self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; their last stores
-        self._loads: list[tuple[Request, list[Key], int]] = []  # of this schedule: (request, chunks, blocks)
-        self._promotions: dict[Shelf, dict[Request, list[Key]]] = {}  # of this schedule
-        self._stores: list[Offload] = []  # of this schedule
+        self._ended: list[tuple[Request, Offload | None]] = []  # requests ended since the last schedule; last stores
+        # Transfers of this schedule
+        self._loads: list[tuple[Request, list[Key], int]] = []  # (request, chunks, blocks)
+        self._promotions: dict[Shelf, dict[Request, list[Key]]] = {}
+        self._stores: list[Offload] = []
         self._flushed = 0  # tick until which iterations wait for stores
 
     @property
@@ -64,7 +65,7 @@ class Tiers:
         return self.first.tier.blocks_per_chunk
 
     def restless(self, now: int) -> bool:
-        """Whether an iteration that begins now has more to do in the tiers than to store the chunks that it fills."""
+        """Whether an iteration that begins now has to do more in the tiers than store the chunks that it fills."""
         failed = self.failed and self.prompt_only
         return bool(self._ended or self._reads.given or failed) or self._flushed > now
 
@@ -93,12 +94,12 @@ class Tiers:
         return arrived
 
     def next_event(self) -> int | None:
-        """The tick of the next end of a transfer for which a request waits; None: there is none."""
+        """The tick at which the next transfer ends for which a request waits; None: no request waits for one."""
         watching = self.watched or self.failed
         return self.transfers.next_end() if watching else self.transfers.next_load()
 
     def quiet(self, most: int) -> int:
-        """Free blocks, at most `most`, that are reused before one that is still read or was found by a lookup."""
+        """Free blocks, at most `most`, that are reused before a block that a transfer still reads or a lookup found."""
         if not (self.watched or self._reads.reading):
             return most
         found: dict[Owner, int] = {}
@@ -111,7 +112,7 @@ class Tiers:
     # A schedule
 
     def begin(self) -> None:
-        """Begin a schedule, without lookups so far."""
+        """Begin a schedule, and forget the lookups of the last one."""
         self.watched, self.patient = [], False
 
     def look(self, request: Request, tokens: int, found: int) -> int | None:
@@ -145,7 +146,7 @@ class Tiers:
         return None if any(key in self.transfers.coming for key in hits) else tokens
 
     def load(self, request: Request, found: int, tokens: int) -> None:
-        """Load `tokens` tokens after the first `found` ones, into blocks taken already."""
+        """Load `tokens` tokens after the first `found` ones of a request, into blocks that it has taken already."""
         size = self.blocks_per_chunk * self._pool.block_size
         use = self._uses[request]
         use.stored = (found + tokens) // size
@@ -166,8 +167,9 @@ class Tiers:
                 self._reads.given[block] = stores
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
-        """End a schedule. `rows` has the requests of its iteration, with their known tokens that have KV at its end.
-        Returns the ticks until the iteration can begin: stores whose blocks it overwrites end first."""
+        """End a schedule. `rows` has the requests of its iteration, and for each the known tokens that have KV at the
+        iteration's end. Returns the ticks until the iteration can begin, because stores that read blocks which it
+        overwrites end first."""
         given, begin, begun = self._reads.given, max(now, self._flushed), self.transfers.begun
         for request in preempted:
             self.failed.pop(request, None)
@@ -202,7 +204,7 @@ class Tiers:
             self.transfers.store(store, now)
 
     def end(self, request: Request, computed: int) -> None:
-        """Note that a request ends. Its blocks, released after this, have the KV of `computed` tokens."""
+        """Note that a request ends, before its blocks are released. They have the KV of `computed` tokens."""
         use = self._uses.get(request)
         if use is None or use.over:
             return
@@ -219,7 +221,7 @@ class Tiers:
         self._ended.append((request, last))
 
     def full_at(self, request: Request) -> int:
-        """Known tokens with which a running request has one more chunk to store."""
+        """Number of known tokens at which a running request has one more full chunk to store."""
         return (self._uses[request].stored + 1 + self._last_changes) * self.blocks_per_chunk * self._pool.block_size
 
     def store(self, request: Request, known: int) -> None:
@@ -256,7 +258,7 @@ class Tiers:
         return at_once
 
     def _fence(self, request: Request, store: Offload) -> None:
-        """Let a request wait for a store if it gets a block that the store still reads."""
+        """Let the request that next gets a block of `request` wait for `store`, which still reads the block."""
         size, reads = self.blocks_per_chunk, self._reads
         for key in store.keys:
             chunk = range(key[1] * size, (key[1] + 1) * size)
@@ -273,13 +275,13 @@ class Tiers:
                 reads.begin(read, store)
 
     def _chunks(self, request: Request, known: int) -> int:
-        """Chunks of a request that may be stored."""
+        """Number of chunks of a request that may be stored, with `known` known tokens."""
         if self.prompt_only and known > request.prompt_tokens:
             known = request.prompt_tokens
         return known // (self.blocks_per_chunk * self._pool.block_size)
 
     def _presence(self, key: Key, request: Request, use: Use) -> Presence:
-        """Whether a chunk is in the first tier. If it is only in another one, it is fetched from there."""
+        """Whether a chunk is in the first tier. A chunk that is only in another tier is fetched from there."""
         presence = self.first.cache.presence(key)
         if presence != "missing":
             return presence

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value that is pickled by its constructor: the fields of a compiled frozen class cannot be set afterwards."""
+    """A value that pickle restores by its constructor, since the fields of a compiled frozen class cannot be set."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, field.name) for field in fields(self))

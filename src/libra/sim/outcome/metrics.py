@@ -1,7 +1,7 @@
 """The numbers of a simulation.
 
-Invariant: latencies and rates are of finished requests, and every other request is counted by its end. A number that
-does not exist is None. All are defined in `DEFINITIONS`, by the names of the fields.
+Invariant: latencies and rates are of finished requests; other requests are counted by their status. An undefined number
+is None. `DEFINITIONS` defines each field by its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DIFFERS = re.compile(r"\d[\d,.]*\d|\d")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds, of `count` values. Percentiles are nearest-rank: a value that occurred."""
+    """Statistics of `count` values in seconds. Percentiles are nearest-rank, so each is one of the values."""
 
     count: int
     mean: float
@@ -37,7 +37,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Seconds, shares of 1, and counts."""
+    """Metrics of one simulation: seconds, shares of 1, and counts."""
 
     requests: int
     finished: int
@@ -63,7 +63,7 @@ class Metrics:
     busy_share: float | None
     paused_share: float | None
     kv_share: float | None
-    kv_peak_share: float | None  # of the engine with the largest; None: not recorded
+    kv_peak_share: float | None  # largest over all engines; None: not recorded
     cache_hit_rate: float | None
     preemptions: int
     iterations: int
@@ -91,7 +91,7 @@ class EngineMetrics:
     role: RoleName
 
 
-_UNSAID: dict[Status, str] = {  # reasons of requests that ended without one of their own
+_UNSAID: dict[Status, str] = {  # default reasons, for requests that have none of their own
     "interrupted": "the policy stopped it; the rest continued elsewhere",
     "cancelled": "its caller gave it up",
 }
@@ -99,7 +99,7 @@ _UNSAID: dict[Status, str] = {  # reasons of requests that ended without one of 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Requests that did not finish, for the same kind of reason; an ellipsis replaces numbers."""
+    """Requests that did not finish for one kind of reason. In `reason`, an ellipsis replaces numbers."""
 
     status: Status
     reason: str
@@ -145,7 +145,7 @@ def metrics_of(result: SimulationResult) -> Metrics:
 
 
 def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
-    """One value for each engine, in their order."""
+    """Metrics of each engine, in the order of the engines."""
     requests, makespan = result.requests, result.makespan
     placed = requests.engine >= 0
     finished, admitted = requests.ended("finished"), requests.scheduled >= 0
@@ -197,7 +197,7 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
 
 
 def endings(requests: RequestColumns) -> tuple[Ending, ...]:
-    """Reasons why requests did not finish: by status, the commonest first."""
+    """Reasons why requests did not finish, by status, most frequent first."""
     kinds = [_DIFFERS.sub("…", reason) for reason in requests.reasons]
     made = []
     for code, status in enumerate(ENDS):
@@ -228,7 +228,7 @@ def durations(requests: RequestColumns) -> dict[str, Durations]:
 
 
 def _trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
-    """Ticks of the completed trajectories, in the order of their first arrivals."""
+    """Duration in ticks of each completed trajectory, in the order of first arrivals."""
     of = requests.trajectory >= 0
     which = requests.trajectory[of]
     first = np.full(len(requests.trajectories), np.iinfo(np.int64).max)
@@ -242,12 +242,12 @@ def _trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
 
 
 def spread(ticks: Durations) -> Spread | None:
-    """The spread of durations in ticks; None: there are none."""
+    """The spread of durations, which are in ticks; None without durations."""
     count = len(ticks)
     if not count:
         return None
     ordered: list[int] | list[float] = np.sort(ticks).tolist()
-    # Exact sums: a million durations of an hour are more ticks than an int64 holds.
+    # Python's exact sums: a million durations of an hour exceed an int64 in ticks.
     total = sum(ordered) if ticks.dtype == np.int64 else fsum(ordered)
     p50, p90, p99, most = (ordered[-(-percent * count // 100) - 1] / TICKS for percent in (50, 90, 99, 100))
     return Spread(count, total / (count * TICKS), p50, p90, p99, most)

@@ -1,7 +1,7 @@
-"""Occupancy of engines over time: a recorder for a running cluster, and its series.
+"""Occupancy of engines over time: a recorder for a running cluster, and the recorded series.
 
-Invariant: memory is bounded for any length of simulation, and sums over time are kept. Rows are contiguous, and each
-has the mean over its time. So the mean over any whole rows is exact, however often rows were merged.
+Invariant: memory is bounded for any length of simulation. Rows are contiguous, and each has the mean over its time. So
+a mean over whole rows is exact, no matter how often rows were merged.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Ticks = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSeries:
-    """Read-only arrays with one entry a row. Before the first row and after the last one the engine is empty. `running`
-    and `waiting` are requests, as of the engine's latest decision; `held` are KV blocks, assumed to grow evenly between
-    two decisions."""
+    """Read-only arrays with one entry per row. Before the first row and after the last row the engine is empty.
+    `running` and `waiting` are numbers of requests since the engine's latest decision. `held` are KV blocks, which are
+    assumed to grow evenly between two decisions."""
 
-    edges: Ticks  # [rows + 1], rising: a row is from one to the next
+    edges: Ticks  # [rows + 1], rising: row i is from edges[i] to edges[i + 1]
     running: Means
     waiting: Means
     held: Means
-    held_peak: Ticks  # blocks, largest at any moment of the row
-    pauses: tuple[tuple[int, int], ...] = ()  # ticks of (start, end), for new weights; adjoining ones are merged
-    more_pauses: int = 0  # not recorded, for lack of room
+    held_peak: Ticks  # most blocks at any moment of the row
+    pauses: tuple[tuple[int, int], ...] = ()  # (start, end) in ticks, for new weights; adjoining pauses are merged
+    more_pauses: int = 0  # number of further pauses, which are not recorded for lack of room
 
     def __post_init__(self) -> None:
         for values in (self.edges, self.running, self.waiting, self.held, self.held_peak):
@@ -45,7 +45,7 @@ class EngineSeries:
         return int(self.held_peak.max(initial=0))
 
     def merged(self, count: int) -> EngineSeries:
-        """The series with each `count` rows merged into one; the last one may have fewer."""
+        """The series with every `count` rows merged into one row; the last row may be of fewer."""
         if count == 1 or not len(self):
             return self
         firsts = np.arange(0, len(self), count)
@@ -58,7 +58,7 @@ class EngineSeries:
         return EngineSeries(edges, running, waiting, held, peaks, self.pauses, self.more_pauses)
 
     def over(self, edges: Ticks) -> tuple[Means, Means]:
-        """Means of (running, held) between neighbouring `edges`, which are ticks that rise."""
+        """Means of (running, held) between neighbouring `edges`, which are rising ticks."""
         return self._mean(self.running, edges), self._mean(self.held, edges)
 
     def _mean(self, values: Means, edges: Ticks) -> Means:
@@ -70,16 +70,16 @@ class EngineSeries:
 
 
 class OccupancyRecorder:
-    """The `watch` of one cluster. A row has the same number of decisions for all engines. That number grows, so that
-    there are at most `most_rows` rows in total, or four an engine if that is more."""
+    """The `watch` of one cluster. A row covers the same number of decisions for all engines. This number grows, so that
+    there are never more than `most_rows` rows in total, or four rows per engine if that is more."""
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         if most_rows < 1:
-            raise ValueError(f"most_rows is {most_rows}; remember 1 or more")
+            raise ValueError(f"most_rows is {most_rows}; give 1 or more")
         self._most_rows = most_rows
         self._rows = 0
         self._pauses = 0
-        self._decisions = 1  # in a row
+        self._decisions = 1  # decisions per row
         self._engines: dict[int, _Seen] = {}
 
     def __call__(self, engine: SimEngine, now: int) -> None:
@@ -99,7 +99,8 @@ class OccupancyRecorder:
         seen.look(engine, now)
 
     def series(self, engine: int, end: int) -> EngineSeries:
-        """The series of the engine with this index until tick `end`, which is no earlier than its last decision."""
+        """The series of the engine with index `engine` until tick `end`. Raises ValueError if `end` is before the
+        engine's last decision."""
         seen = self._engines.get(engine)
         if seen is None:
             nothing = np.zeros(0)
@@ -140,8 +141,8 @@ class OccupancyRecorder:
 
 @dataclass(slots=True)
 class _Seen:
-    """Records of one engine: rows of [start, running, waiting, held, largest held], and its state at its last decision.
-    The three values in the middle are multiplied by ticks (held: by twice the ticks)."""
+    """Records of one engine: rows of [start, running, waiting, held, largest held], and the engine's state at its last
+    decision. In a row, running and waiting are multiplied by ticks, and held by twice the ticks."""
 
     tick: int
     rows: list[list[int]] = field(default_factory=list)
@@ -163,8 +164,8 @@ class _Seen:
         self.steps = engine.steps
 
     def last(self, engine: SimEngine, now: int) -> None:
-        """Add the last state, which lasted until `now`, to the latest row. If several iterations were decided at once,
-        their blocks were taken one by one, and the engine has counted the time for which they were held."""
+        """Add the last state, which lasted until `now`, to the latest row. If one decision was about several
+        iterations, blocks were taken one by one, and the engine has counted the time for which they were held."""
         span = now - self.tick
         held_ticks = engine.held_ticks - self.held_ticks if self.steps else 2 * self.held * span
         row = self.rows[-1]

@@ -1,4 +1,4 @@
-"""Means, over intervals of time, of the number or weight of present items."""
+"""Means over time of the number, or the weight, of present items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Means = NDArray[np.float64]
 
 
 def mean_present(begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None) -> Means:
-    """Mean number of intervals present at a time, or their mean weight, between neighbouring `edges`, which rise."""
+    """Mean number of items that are present, or their mean weight, between neighbouring `edges`. Item i is present from
+    `begins[i]` to `ends[i]`; `edges` rise."""
     passed = _since(begins, edges, weights) - _since(ends, edges, weights)
     # A float sum of many ticks may be slightly below zero.
     return np.maximum(np.diff(passed) / np.diff(edges), 0.0)
@@ -19,8 +20,8 @@ def mean_present(begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.f
 def mean_present_by(
     owners: Ticks, count: int, begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None
 ) -> Means:
-    """Like `mean_present`, for each of `count` owners: [owner, interval between edges]. `owners` gives the owner of
-    each present interval; -1: none."""
+    """As `mean_present`, for each of `count` owners: [owner, interval between edges]. `owners[i]` is the owner of item
+    i; -1: no owner."""
     ordered = np.argsort(owners, kind="stable")
     firsts = np.searchsorted(owners[ordered], np.arange(count + 1))
     made = np.zeros((count, len(edges) - 1))
@@ -31,7 +32,7 @@ def mean_present_by(
 
 
 def _since(moments: Ticks, edges: Ticks, weights: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """At each edge the sum of the times since the moments before it."""
+    """At each edge, the sum of the times since all earlier moments."""
     order = np.argsort(moments, kind="stable")
     passed = (moments[order] - edges[0]).astype(np.float64)
     heavy = np.ones(len(passed)) if weights is None else weights[order]

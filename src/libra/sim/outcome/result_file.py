@@ -1,7 +1,7 @@
-"""A simulation as files: its numbers as versioned JSON, and the outcome of each request as a line of JSON.
+"""The files of a simulation: its numbers as versioned JSON, and the outcome of each request as a line of JSON.
 
-Invariant: every metric in the document is defined in it. There is a line for every request that was submitted, in the
-order of arrival; times are seconds, and a value that never happened is null.
+Invariant: the document defines each of its metrics. Every submitted request has a line, in the order of arrival. Times
+are seconds, and the value of an event that never happened is null.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FORMAT = 1
 
 
 def document(result: SimulationResult) -> dict[str, Any]:
-    """The workload and the result as JSON values, without the single requests. An engine's `config` is its place in
-    `configs`: most engines have the same."""
+    """The workload and the result as JSON values, without the single requests. An engine's `config` is an index into
+    `configs`, since most engines have the same configuration."""
     configs: dict[EngineConfig, int] = {}
     places = [configs.setdefault(engine.config, len(configs)) for engine in result.engines]
     transfers = transfer_metrics(result)
     engines = [asdict(metrics) for metrics in engine_metrics(result)]
     for engine in engines if transfers is None else ():
-        del engine["role"]  # all have the same
+        del engine["role"]  # all engines have the same role
     return {
         "format": FORMAT,
         "partial": result.partial,
@@ -51,7 +51,7 @@ def document(result: SimulationResult) -> dict[str, Any]:
 
 
 def _groups(result: SimulationResult) -> dict[str, Any]:
-    """Groups of ranks, and the share of their iterations' time by bottleneck."""
+    """Groups of ranks, with the share of their iterations' time by bottleneck."""
     told = [
         {"name": group.name, "ranks": group.ranks, "bounded_share": bounded_shares(group)} for group in result.groups
     ]
@@ -77,7 +77,7 @@ FIELDS = {
     "turn": "of the trajectory, from 0",
 }
 
-_ROWS = 10_000  # in memory at a time
+_ROWS = 10_000  # rows in memory at a time
 
 
 def write_outcomes(result: SimulationResult, path: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of KV transfers: the parts of the time to a first token, and the transfers' outcome."""
+"""The metrics of KV transfers: the parts of the time to a first token, and the outcome of transfers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PUSHED_TTFT = ("waiting for decode", "waiting for prefill", "prefill", "KV trans
 
 @dataclass(frozen=True, slots=True)
 class TransferMetrics:
-    """Metrics of KV transfers. `ttft` and the following are of finished requests with a transfer; None, or no entry, if
-    there are none."""
+    """Metrics of KV transfers. `ttft` and `transfer_alone` are of finished requests with a transfer; they are empty and
+    None if there are none."""
 
     begun: int
-    broken: int  # aborted: nothing came
-    bytes: int  # of transfers that came
+    broken: int  # aborted transfers, of which nothing arrived
+    bytes: int  # of transfers that arrived
     kept_share: (
         float  # of prefill engines' blocks that keep computed prompts until their transfer, mean over the makespan
     )
-    ttft: dict[str, Spread]  # by `PULLED_TTFT` or `PUSHED_TTFT`, which add up to it
+    ttft: dict[str, Spread]  # by the parts `PULLED_TTFT` or `PUSHED_TTFT`, which add up to the TTFT
     transfer_alone: Spread | None  # duration of a transfer with its links to itself
 
     @property
     def decode_wait(self) -> Spread:
-        """Wait for a place in the batch and blocks on the decode engine. `ttft` must not be empty."""
+        """Wait for a place in the decode engine's batch and for its blocks. `ttft` must not be empty."""
         return self.ttft["waiting for decode" if self.pushed else "waiting to pull"]
 
     @property
@@ -47,7 +47,7 @@ class TransferMetrics:
 
 
 def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
-    """The metrics of a result's KV transfers; None: engines have no roles."""
+    """The metrics of a result's KV transfers; None if engines have no roles."""
     transfers = result.transfers
     if transfers is None:
         return None
@@ -68,7 +68,7 @@ def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
 
 
 def finished_transfers(requests: RequestColumns, transfers: Transfers) -> Ticks:
-    """Rows of transfers: the last one of each finished request whose KV arrived."""
+    """Rows of `transfers`: the last arrived transfer of each finished request."""
     last = np.full(len(requests), -1)
     came = np.flatnonzero(transfers.came >= 0)
     last[transfers.row[came]] = came  # the last of several transfers remains
@@ -77,7 +77,7 @@ def finished_transfers(requests: RequestColumns, transfers: Transfers) -> Ticks:
 
 
 def ttft_parts(requests: RequestColumns, transfers: Transfers, handed: Ticks) -> dict[str, NDArray[np.int64]]:
-    """Ticks of each part of the TTFT, for each of these rows of transfers."""
+    """Ticks of each part of the TTFT, for each row of `transfers` in `handed`."""
     its, pushed = transfers.row[handed], transfers.network.push
     moments = [
         requests.arrival[its],
@@ -93,7 +93,8 @@ def ttft_parts(requests: RequestColumns, transfers: Transfers, handed: Ticks) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBlocks:
-    """KV blocks of engines, each from one tick to another. Shared blocks count once for each prompt."""
+    """KV blocks of engines, each entry from a tick `since` to a tick `until`. Blocks that prompts share count once per
+    prompt."""
 
     engine: Ticks
     since: Ticks
@@ -107,7 +108,7 @@ class HeldBlocks:
 
 
 def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """Blocks that prefill engines keep until their KV is transferred; until tick `end`."""
+    """Blocks that prefill engines keep until their KV is transferred, or until tick `end`."""
     its = np.flatnonzero(transfers.computed >= 0)
     released = transfers.released[its]
     until = np.where(released < 0, end, released)
@@ -115,7 +116,7 @@ def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
 
 
 def reserved_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """Blocks that decode engines reserve for coming KV; until tick `end`."""
+    """Blocks that decode engines reserve for KV in transfer, or until tick `end`."""
     pushed = transfers.network.push
     its = np.flatnonzero((transfers.reserved if pushed else transfers.begun) >= 0)
     over = transfers.released if pushed else np.where(transfers.came < 0, transfers.sent, transfers.came)

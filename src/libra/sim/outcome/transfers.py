@@ -1,7 +1,7 @@
 """KV transfers from prefill engines: a row for each prompt, and the use of the links.
 
-Invariant: the use of links, and the end of each transfer, are those of the simulation: the same rules are applied to
-the same starts.
+Invariant: the use of links and the end of each transfer are those of the simulation, since the same rules are applied
+to the same starts.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from libra.sim.outcome.over_time import Means, Ticks, mean_present_by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Read-only arrays with one entry a prompt, in the order of `PrefillDecode.handed_over`. Times are ticks; a value
-    that never happened is -1."""
+    """Read-only arrays with one entry per prompt, in the order of `PrefillDecode.handed_over`. Times are ticks; -1: the
+    event never happened."""
 
     row: Ticks  # of the request, in `RequestColumns`
     source: Ticks  # engine that computed the prompt
     target: Ticks  # engine that decoded
-    blocks: Ticks  # that the source kept
+    blocks: Ticks  # blocks that the source kept
     computed: Ticks  # when the prompt was computed
-    reserved: Ticks  # when the target took blocks for it
+    reserved: Ticks  # when the target reserved blocks for the KV
     size: Ticks  # bytes to transfer
     begun: Ticks  # when the transfer began
     sent: Ticks  # when the last byte was sent, or when the transfer was aborted
     came: Ticks  # when the KV arrived
-    released: Ticks  # when the source released it
+    released: Ticks  # when the source released the KV
     network: KVNetwork
     devices: tuple[int, ...]  # of each engine
 
@@ -42,7 +42,7 @@ class Transfers:
         return len(self.row)
 
     def alone(self) -> NDArray[np.float64]:
-        """Ticks of each transfer if it had its links alone."""
+        """Ticks that each transfer would take alone on its links."""
         devices = np.array(self.devices, np.float64)
         rate = self.network.bandwidth * np.minimum(devices[self.source], devices[self.target])
         ticks: NDArray[np.float64] = (self.size / rate + self.network.latency) * TICKS
@@ -54,11 +54,11 @@ class LinkUse:
     """Mean use of each engine's network in one direction, [engine, interval of time]."""
 
     used: Means  # share of the bandwidth
-    sharing: Means  # transfers
+    sharing: Means  # number of transfers
 
 
 def transfers_of(cluster: SimCluster) -> Transfers | None:
-    """The transfers of a cluster that has run; None: engines have no roles."""
+    """The transfers of a cluster that has run; None if engines have no roles."""
     pairs = cluster.pairs
     if pairs is None:
         return None
@@ -99,8 +99,8 @@ def link_use(transfers: Transfers, edges: Ticks) -> tuple[LinkUse, LinkUse]:
 
 
 def _stretches(transfers: Transfers, end: int) -> Ticks:
-    """(source, target, from tick, to tick, parts of bytes a tick) of each interval in which a transfer had one rate.
-    All transfers are replayed."""
+    """Replay all transfers. Returns (source, target, first tick, last tick, parts of bytes a tick) of each interval in
+    which a transfer had one rate."""
     found: list[tuple[int, int, int, int, int]] = []
     source, target = transfers.source.tolist(), transfers.target.tolist()
 
@@ -127,7 +127,7 @@ def _stretches(transfers: Transfers, end: int) -> Ticks:
         if begins_now:
             size = int(transfers.size[row])
             network.begin(row, of(source[row], True), of(target[row], False), size, tick)
-        elif row in network:  # it was aborted
+        elif row in network:  # the transfer was aborted
             network.drop(row, tick)
     for row in range(len(transfers)):  # transfers that the end cuts
         if row in network:

@@ -1,4 +1,4 @@
-"""Devices that a simulated run borrows: the interface through which lending adds them, and all activity on them."""
+"""Devices that a simulated run borrows: the interface through which lending adds engines on them to a run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class BorrowedService(Protocol):
         ...
 
     def want(self, specs: Iterable[EngineSpec], now: int) -> None:
-        """Borrow these engines from now on, and no others."""
+        """Borrow exactly these engines from now on."""
         ...
 
     def made(self, version: int, now: int) -> None:
-        """Note a new version of the weights, to be sent to these engines."""
+        """Note a new version of the weights, which is then sent to the borrowed engines."""
         ...
 
     def outcome(self, now: int) -> Sequence[BorrowedOutcome]:
@@ -43,5 +43,5 @@ class BorrowedDevices(Protocol):
     """Devices that a plan borrows."""
 
     def service(self, cluster: SimCluster, load: Pause, *, exact: bool) -> BorrowedService:
-        """The engines on them. `load` is the pause in which an engine loads new weights."""
+        """Add the engines on these devices to a cluster. `load` is the pause in which an engine loads new weights."""
         ...

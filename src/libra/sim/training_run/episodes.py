@@ -1,9 +1,9 @@
 """Trajectories that the policy under training generates at each version, the order of their prompts, and groups drawn
 from a log of real trajectories.
 
-Invariant: a group is the same for every simulated system: the engine and the time of its generation change neither its
-tokens nor its tools. The version at its start may change them: this is drift. Every prompt occurs once in each pass
-over the data set, in an order that depends only on the seed and the pass.
+Invariant: a group is the same for every simulated system. The engine and the time of generation change neither its
+tokens nor its tools; only the version at its start may do so, which is called drift. Every prompt occurs once in each
+pass over the data set, in an order that depends only on the seed and the pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Episodes(Protocol):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Trajectories of a group."""
+        """Number of trajectories in a group."""
         ...
 
     @property
@@ -35,11 +35,11 @@ class Episodes(Protocol):
         ...
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        """The `number`-th group of a run, from 0, started under this version of the policy.
+        """The group with this number in a run, from 0, started under `version` of the policy.
 
-        Its trajectories have ids of their own in the run, a common `prompt_id`, and `version` as their
-        `policy_version`. Equal arguments give equal groups; the same number under another version is the same draw at
-        another stage of the drift.
+        Its trajectories have unique ids in the run, a common `prompt_id`, and `version` as their `policy_version`.
+        Equal arguments give equal groups. The same number under another version is the same draw at another stage of
+        the drift.
         """
         ...
 
@@ -53,14 +53,14 @@ def generator_of(seed: int, *stream: int) -> np.random.Generator:
 
 
 def prompt_at(number: int, prompts: int, seed: int) -> int:
-    """Index of the prompt of the `number`-th group, from 0. Each pass over the `prompts` prompts is shuffled."""
+    """Index of a group's prompt. `number` is the group's, from 0. Each pass over the `prompts` prompts is shuffled."""
     if number < 0:
-        raise ValueError(f"number is {number}; groups are counted from 0")
+        raise ValueError(f"number is {number}; give 0 or more, as groups are counted from 0")
     epoch, position = divmod(number, prompts)
     return int(_order(epoch, prompts, seed)[position])
 
 
-@lru_cache(maxsize=4)  # a run is in one pass at a time; the order is the same whether it is kept or made again
+@lru_cache(maxsize=4)  # a run is in one pass at a time
 def _order(epoch: int, prompts: int, seed: int) -> NDArray[np.int64]:
     return generator_of(seed, _ORDER, epoch).permutation(prompts)
 
@@ -72,13 +72,13 @@ _Candidates = tuple[str, tuple[Trajectory, ...]]  # a prompt, and the trajectori
 class Resampled:
     """`Episodes` by bootstrap: a group is a prompt of the log, and its samples are drawn with replacement.
 
-    They are drawn from the prompt's own finished trajectories. If the log has only one of a prompt, they are drawn from
-    it and the `neighbours` - 1 finished trajectories of its task whose final contexts are nearest in logarithm:
-    attempts at one prompt are assumed to differ like attempts of similar length. A borrowed sample keeps the prompt
-    tokens of its own prompt, so prompt and trajectory lengths are related as in the log. Turns, tool returns, token
-    counts and recorded seconds are unchanged, cut only at `max_context`; unrecorded values stay unrecorded. A log shows
-    one policy, so groups are equal at every version. Unfinished trajectories are left out. Raises ValueError if none is
-    finished.
+    Samples are drawn from the prompt's own finished trajectories. If the log has only one trajectory of a prompt, its
+    `neighbours` - 1 nearest trajectories are drawn, too. These are finished trajectories of the same task, with the
+    nearest logarithm of the final context: attempts at one prompt are assumed to differ like attempts of similar
+    length. A borrowed sample keeps the prompt tokens of its own prompt, so prompt and trajectory lengths are related as
+    in the log. Turns, tool returns, token counts and recorded seconds are unchanged, cut only at `max_context`;
+    unrecorded values stay unrecorded. A log shows one policy, so groups are equal at every version. Unfinished
+    trajectories are left out. Raises ValueError if no trajectory is finished.
     """
 
     log: tuple[Trajectory, ...] = field(repr=False)
@@ -100,12 +100,12 @@ class Resampled:
         finished = [truncate(trajectory, self.max_context) for trajectory in self.log if trajectory.finished]
         if not finished:
             raise ValueError(f"none of {len(self.log)} trajectories is finished; give a log with at least one")
-        # Derived once: a run asks for thousands of groups.
+        # Computed once, since a run asks for thousands of groups.
         object.__setattr__(self, "_candidates", _candidates(finished, self.neighbours))
 
     @property
     def prompts(self) -> int:
-        """Different prompts in the log with a finished trajectory."""
+        """Number of prompts in the log with a finished trajectory."""
         return len(self._candidates)
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
@@ -127,7 +127,7 @@ class Resampled:
 
 
 def _candidates(finished: Sequence[Trajectory], neighbours: int) -> tuple[_Candidates, ...]:
-    """One entry for each prompt, in the order of its first occurrence in the log; its trajectories, shortest first."""
+    """One entry per prompt, in the order of first occurrence in the log, with its trajectories, shortest first."""
     by_prompt: defaultdict[str, list[Trajectory]] = defaultdict(list)
     by_task: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in finished:
@@ -144,9 +144,10 @@ def _candidates(finished: Sequence[Trajectory], neighbours: int) -> tuple[_Candi
 
 
 def _nearest(one: Trajectory, of_task: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """`one` and the `count` - 1 others nearest to it; ties by the distance of their places in `of_task`.
+    """`one` and its `count` - 1 nearest other trajectories. The distance in `of_task` breaks ties.
 
-    In a truncated log, many have the longest context: with ties by id, all would borrow from the same few.
+    In a truncated log, many trajectories have the longest context. If ids broke ties, all of these would borrow from
+    the same few.
     """
     places = {trajectory.prompt_id: place for place, trajectory in enumerate(of_task)}
     own, size = places[one.prompt_id], len(of_task)

@@ -1,8 +1,8 @@
 """The training loop: groups start when staleness admits them, batches train, weights are published, plans change.
 
-Invariant: admission is the executor's own (`libra.route.admission`), so no token is staler than the recipe allows and
-nothing is discarded; trajectories, engines, router and planner are those of `libra.sim` and `libra.plan`. This module
-only adds their waits for each other.
+Invariant: admission is the executor's own (`libra.route.admission`), so no token is staler than the recipe allows, and
+nothing is discarded. Trajectories, engines, router and planner are those of `libra.sim` and `libra.plan`. This module
+adds only their waits for each other.
 
     started -> turns and tools -> finished -> group complete -> batch -> trained -> published -> the next may start
 
@@ -38,15 +38,15 @@ from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
 from libra.sim.workload.caller import EpisodeCaller, calls
 from libra.trajectory import Trajectory
 
-_RECENT = 0.5  # weight of the latest step in the expected seconds of the next
+_RECENT = 0.5  # weight of the latest step in the expected seconds of the next step
 
 
 def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> SimulatedRun:
-    """`steps` optimiser steps of a system. The same arguments give the same outcome.
+    """Simulate `steps` optimiser steps of a system. The same arguments give the same outcome.
 
-    It starts exactly the groups that these steps train on, so systems are compared over equal work. `exact` visits
-    every iteration of the engines: the same outcome, slower. Raises ValueError if recipe and episodes do not fit
-    together, or a trajectory does not fit any engine.
+    Exactly the groups that these steps train on are started, so systems are compared over equal work. `exact` visits
+    every iteration of the engines, which is slower and has the same outcome. Raises ValueError if recipe and episodes
+    do not fit together, or a trajectory fits no engine.
     """
     run = PosttrainingRun(system, episodes, steps, exact=exact)
     run.finish()
@@ -64,13 +64,13 @@ def _require_fit(system: System, episodes: Episodes, steps: int) -> None:
         )
     if episodes.max_context > recipe.max_length:
         raise ValueError(
-            f"trajectories grow to {episodes.max_context} tokens, the recipe's max_length is {recipe.max_length}: raise"
-            " it, or cut them"
+            f"trajectories grow to {episodes.max_context} tokens, but the recipe's max_length is {recipe.max_length}:"
+            " raise max_length, or cut the trajectories"
         )
 
 
 class PosttrainingRun:
-    """One simulation of one system: the workload of a cluster, which also changes the cluster meanwhile."""
+    """One simulation of one system. It is the workload of a cluster, and also changes the cluster during the run."""
 
     def __init__(self, system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> None:
         _require_fit(system, episodes, steps)
@@ -84,10 +84,10 @@ class PosttrainingRun:
             self._recipe.prompts, self._recipe.samples_per_prompt, self._recipe.staleness
         )
         self._numbers = count()
-        self._groups = 0  # started
-        self._live: dict[str, EpisodeCaller] = {}  # by trajectory: unfinished
-        self._requests: dict[str, Request] = {}  # by trajectory: its latest
-        self._finished: list[Trajectory] = []  # since the last decision
+        self._groups = 0  # started groups
+        self._live: dict[str, EpisodeCaller] = {}  # unfinished callers, by trajectory
+        self._requests: dict[str, Request] = {}  # latest request, by trajectory
+        self._finished: list[Trajectory] = []  # finished since the last decision
         self._trained: list[SimulatedStep] = []
         self._changes: list[PlanChange] = []
         self._decided_at = (0, 0)  # version and tick of the latest decision
@@ -96,7 +96,7 @@ class PosttrainingRun:
         self._publications: list[float] = []  # seconds at which versions were published, from the first
         self._pause_after: int | None = None  # version at whose publication the simulation pauses
         self._occupancy = Occupancy()
-        self._publishing_until = 0  # tick at which the latest weights on their way arrive
+        self._publishing_until = 0  # tick at which the latest weights in transfer arrive
         self._interruptions = 0
         link = fabric(training_nodes(self._plan))
         quantization = rollout_quantization(self._recipe)
@@ -129,8 +129,8 @@ class PosttrainingRun:
         self._cluster.at(0, self._fill)
 
     def published(self, version: int) -> tuple[float, ...]:
-        """Seconds at which versions 1 to `version` were published. The simulation stops there; a later call continues.
-        `version` is at most the run's number of steps."""
+        """Simulate until `version` is published. Returns the seconds at which versions 1 to `version` were published. A
+        later call continues. `version` is at most the run's number of steps."""
         if len(self._publications) < version:
             self._pause_after = version
             self._cluster.run()
@@ -143,7 +143,7 @@ class PosttrainingRun:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
 
     def outcome(self) -> SimulatedRun:
-        """The outcome so far: up to the latest published version."""
+        """The outcome up to the latest published version."""
         cluster, lending = self._cluster, self._lending
         lent = frozenset[str]() if lending is None else lending.names
         return SimulatedRun(
@@ -182,7 +182,7 @@ class PosttrainingRun:
             raise ValueError(
                 f"trajectory {caller.trajectory.id}: a turn of {caller.call.output_tokens} tokens after"
                 f" {caller.call.context_tokens} ended with {request.generated} ({request.reason or request.status}):"
-                " no engine of the plan holds it whole"
+                " no engine of the plan has room for the whole turn; plan again with this log"
             )
         if caller.last:
             self._complete(caller.trajectory, caller.group, now)
@@ -234,11 +234,12 @@ class PosttrainingRun:
         most = self._recipe.concurrency
         if most is not None and live > most:
             return False
-        # One group always runs, even if it does not fit, or there would be none.
+        # One group always runs, even if it does not fit. Otherwise none would ever run.
         return not self._system.start_by_cache or not self._live or live <= self._held()
 
     def _held(self) -> float:
-        """Trajectories whose contexts fit into the engines' caches, at the mean context of a generated token."""
+        """Number of trajectories whose contexts fit into the engines' caches, at the mean context of a generated
+        token."""
         request = self._plan.request
         generated = sum(cls.share * cls.generated for cls in request.classes)
         contexts = sum(cls.share * cls.context_sum for cls in request.classes)
@@ -248,8 +249,8 @@ class PosttrainingRun:
         most = self._episodes.max_context
         if trajectory.peak_context > most:
             raise ValueError(
-                f"trajectory {trajectory.id} grows to {trajectory.peak_context} tokens, more than the {most} that the"
-                " episodes promise: cut it, or raise their max_context"
+                f"trajectory {trajectory.id} grows to {trajectory.peak_context} tokens, more than {most}, the episodes'"
+                " max_context: cut it, or raise max_context"
             )
 
     def _complete(self, trajectory: Trajectory, group: str, now: int) -> None:
@@ -267,7 +268,7 @@ class PosttrainingRun:
     def _stepped(self, step: SimulatedStep, now: int) -> None:
         """Send the optimiser's new version to the engines, while the trainer continues."""
         self._trained.append(step)
-        # Versions arrive in their order, also when another layout sends them faster.
+        # Versions arrive in order, even if a later layout sends them faster.
         there = max(now + ticks(self._trainer.option.publish + self._trainer.switch), self._publishing_until)
         self._publishing_until = there
         stall = min(ticks(self._stall), there - now)

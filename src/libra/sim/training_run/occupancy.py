@@ -1,6 +1,6 @@
 """Busy shares of a run's engines, from one published version of the weights to the next.
 
-Invariant: it reads existing counters of engines, once a version, so an unwatched run costs the same.
+Invariant: the recorder only reads existing counters of engines, once per version, so a run costs the same without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Occupancy:
             engine = instance.engine
             worked = engine.busy_ticks - self._busy.get(engine.index, 0)
             self._busy[engine.index] = engine.busy_ticks
-            # Iterations count as they end: one that began before is not longer than the span.
+            # Iterations count when they end. Those that began before the span must not make it longer.
             busy = min(worked, now - self._since)
             up_to = limits[instance.bucket]
             self.spans.append(EngineSpan(instance.id, up_to, seconds(self._since), seconds(now), seconds(busy)))

@@ -1,6 +1,6 @@
 """Outcome of a post-training run.
 
-Invariant: tokens and trajectories are counted once, when they have been trained on; seconds are simulated.
+Invariant: tokens and trajectories are counted once, after training has used them. Seconds are simulated.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from libra.sim.training_run.borrowed import BorrowedOutcome
 class SimulatedStep:
     """One optimiser step."""
 
-    version: int  # the version that it made
-    started: float  # seconds at which the trainer began with its batch, or with a part of it
+    version: int  # the version that the step made
+    started: float  # seconds at which the trainer began the batch, or a part of it
     ended: float  # seconds at which the optimiser had made the version
-    waited: float  # seconds since the step before in which the trainer waited for groups or another layout
+    waited: float  # seconds since the previous step in which the trainer waited for groups or another layout
     training: float  # seconds
     trajectories: int
     generated_tokens: int
-    final_context_tokens: int  # sum over trajectories: what is trained on
+    final_context_tokens: int  # tokens of training, summed over trajectories
     longest_context: int
     staleness: float  # versions from the start of a trajectory to its training, mean over trajectories
     worst_staleness: int
     training_devices: int
-    generating_devices: int  # of own engines in service when the trainer began with the last of its batch
+    generating_devices: int  # of own engines in service when the trainer began the last part of its batch
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpan:
-    """One of the run's own engines between two published versions. Seconds."""
+    """One of the run's own engines between two published versions. Times are seconds."""
 
     engine: str
     up_to: int  # tokens: largest final context of its bucket
     start: float
     end: float
-    busy: float  # of these, with work
+    busy: float  # seconds of the span with work
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class SimulatedRun:
     changes: tuple[PlanChange, ...]
     seconds: float  # until the last step's weights were published
     engine_seconds: float  # device seconds in which engines were in service
-    engine_busy: float  # of these, the ones in which they had work
+    engine_busy: float  # part of `engine_seconds` in which engines had work
     placements: int  # of turns, and of the rests of stopped turns
-    migrations: int  # placements on another engine than the one before
-    migrated_tokens: int  # context of the migrations
-    moved_tokens: int  # of these, the ones whose KV was moved; the others were computed again, or had been lost
+    migrations: int  # placements on another engine than before
+    migrated_tokens: int  # context tokens of the migrations
+    moved_tokens: int  # part of `migrated_tokens` whose KV was moved; the rest was computed again
     interrupted: int  # turns that were stopped to continue elsewhere
     preemptions: int
     lenders: tuple[BorrowedOutcome, ...] = ()  # of borrowed devices
@@ -77,7 +77,7 @@ class SimulatedRun:
 
     @property
     def throughput(self) -> float:
-        """Generated tokens per second, counting only tokens that training used."""
+        """Generated tokens per second. Only tokens that training has used count."""
         return self.generated_tokens / self.seconds
 
     @property
@@ -91,8 +91,8 @@ class SimulatedRun:
         return self.seconds / len(self.steps)
 
     def settled_step_seconds(self, left_out: int) -> float:
-        """`step_seconds` without the first `left_out` steps, which begin with idle engines; over all steps if there are
-        no others."""
+        """`step_seconds` without the first `left_out` steps, which begin with idle engines; over all steps if no others
+        remain."""
         steps = self.steps[left_out:]
         if not steps or not left_out:
             return self.step_seconds
@@ -105,6 +105,6 @@ class SimulatedRun:
 
     @property
     def engine_share(self) -> float:
-        """Share of the device seconds of engines in service in which they have work. If trainers share the devices, the
-        device seconds include training."""
+        """Share of `engine_seconds` in which engines have work. If trainers share the devices, `engine_seconds` include
+        training."""
         return self.engine_busy / self.engine_seconds

@@ -1,4 +1,4 @@
-"""The engines of a run while its plan changes: those that stop, those that continue, and those that start.
+"""The engines of a run while its plan changes: some stop, some continue, and some start.
 
 Invariant: an engine's name determines its GPUs, so an engine named in both plans continues. A change of plan interrupts
 only engines that stop, start or change their role.
@@ -19,12 +19,12 @@ from libra.sim.planned_engines import lent_engines, planned_engines
 from libra.sim.training_run.borrowed import BorrowedDevices, BorrowedService
 from libra.sim.training_run.system import System
 
-_NEVER = -1  # tick: not before the engine has drained
+_NEVER = -1  # instead of a tick: the engine has not drained yet
 
 
 class Service:
-    """Engines of a plan, in a cluster that `make` creates with the first ones. Engines on serving devices belong to a
-    `BorrowedService`, which `lend` creates with the cluster."""
+    """The engines of a changing plan, in a cluster that `make` creates with the first plan's engines. Engines on
+    serving devices belong to a `BorrowedService`, which `lend` creates for the cluster."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class Service:
         lend: Callable[[BorrowedDevices, SimCluster], BorrowedService],
     ) -> None:
         self._system = system
-        self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
+        self._pending: dict[str, tuple[EngineSpec, int]] = {}  # starting engines, with the tick at which they are ready
         self._draining: dict[str, int] = {}  # GPUs of engines that drain before they change their role
-        self._ticks, self._counted_until = 0, 0  # device ticks of engines in service, until which tick
+        self._ticks, self._counted_until = 0, 0  # device ticks of engines in service, counted up to this tick
         own, lent = self._specs(system.plan)
         self.cluster = make(own)
         self.lending: BorrowedService | None = None
@@ -45,18 +45,18 @@ class Service:
 
     @property
     def devices(self) -> int:
-        """GPUs of engines in service, without lent ones."""
+        """Number of GPUs of engines in service, without lent engines."""
         specs = self.cluster.specs
         return sum(specs[instance.engine.index].devices for instance in self.own) + sum(self._draining.values())
 
     @property
     def indices(self) -> frozenset[int]:
-        """Indices of engines in service, without lent ones."""
+        """Indices of engines in service, without lent engines."""
         return frozenset(instance.engine.index for instance in self.own)
 
     @property
     def own(self) -> list[EngineInstance]:
-        """Engines in service, without lent ones."""
+        """Engines in service, without lent engines."""
         lent = () if self.lending is None else self.lending.names
         return [it for it in self.cluster.instances if it.id not in lent]
 
@@ -67,7 +67,7 @@ class Service:
         return self._ticks
 
     def change(self, plan: Plan, now: int) -> tuple[int, int, int]:
-        """Change to a plan. Returns (stopping engines, starting engines, total devices of the plan)."""
+        """Change to a plan. Returns the numbers of (stopping engines, starting engines, devices of the plan)."""
         cluster = self.cluster
         own, lent = self._specs(plan)
         wanted = {spec.name: spec for spec in own}
@@ -108,11 +108,11 @@ class Service:
     def _drained(self, name: str, now: int) -> None:
         self.device_ticks(now)
         del self._draining[name]
-        if name in self._pending:  # it is still wanted
+        if name in self._pending:  # the plan still has this engine
             self._start(self._pending[name][0], now, self._system.role_change)
 
     def _ready(self, name: str, now: int) -> None:
-        # A later plan may want it in another bucket, or not at all, or again and later.
+        # Meanwhile, a later plan may have dropped this engine, or started it again at a later tick.
         if name in self._pending and self._pending[name][1] == now:
             self.device_ticks(now)
             self.cluster.add(self._pending.pop(name)[0])

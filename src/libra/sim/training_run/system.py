@@ -1,6 +1,6 @@
 """Systems to compare: an initial plan, a routing policy, and a rule that may change the plan.
 
-Invariant: a system only gets information available at that moment; one that knows the future says so.
+Invariant: a system gets only information that is available at that moment. A system that knows the future says so.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Moment:
 
     version: int
     finished: Sequence[Trajectory]  # since the last decision
-    running: Sequence[Trajectory]  # unfinished, as far as they have come
-    seconds_per_step: float  # mean as measured since the last decision, role changes included
+    running: Sequence[Trajectory]  # unfinished trajectories, with their turns so far
+    seconds_per_step: float  # mean since the last decision, role changes included
 
 
 class Replan(Protocol):
@@ -42,13 +42,13 @@ class Replan(Protocol):
         ...
 
     def decide(self, moment: Moment) -> Plan | None:
-        """The plan to change to; None: keep the present one."""
+        """The next plan; None: keep the present plan."""
         ...
 
 
 @dataclass(slots=True)
 class Replanning:
-    """The library's replanner, with the same inputs as from an executor."""
+    """The library's replanner, with the inputs that an executor would give it."""
 
     replanner: Replanner
     period: int  # steps
@@ -67,22 +67,20 @@ class System:
     name: str
     plan: Plan
     route: Callable[[], Policy]  # a new policy for each run
-    replan: Callable[[], Replan] | None = None  # a new one for each run; None: the plan never changes
+    replan: Callable[[], Replan] | None = None  # makes a replanner for each run; None: the plan never changes
     switch: SwitchCost = field(default=PUBLISHED_SWITCH)
-    serve_by_priority: bool = False  # engines take waiting turns in the policy's order, not as they come
-    # No group starts while unfinished trajectories' contexts fill the engines' caches: engines would evict KV that they
-    # need next, compute it again, and take longer, so that more trajectories are unfinished.
+    serve_by_priority: bool = False  # engines admit waiting turns in the policy's order, not in the order of arrival
+    # No group starts while contexts of unfinished trajectories fill the engines' caches. Engines would evict KV that
+    # they need next and compute it again, and with longer times even more trajectories would be unfinished.
     start_by_cache: bool = False
     tenancy: BorrowedDevices | None = None  # None: lent engines always have their share of a device
-    # An engine that changes its role in a prefill/decode pair: seconds without it, and whether it drains first. If not,
-    # its requests continue elsewhere at once and their KV is lost.
-    role_change: float = ROLE_CHANGE
-    drain: bool = True
-    move_kv: bool = True  # KV follows a trajectory to another engine if that is quicker than computing it again
+    role_change: float = ROLE_CHANGE  # seconds for which an engine is out of service when its role changes
+    drain: bool = True  # engines drain before a role change; otherwise requests continue elsewhere and lose their KV
+    move_kv: bool = True  # KV follows a trajectory to another engine if the transfer is faster than recomputation
 
     @property
     def request(self) -> ClusterRequest:
-        """The plan's request. Raises ValueError if the plan is not of a cluster of GPUs."""
+        """The plan's request. Raises ValueError if the plan is not for a cluster of GPUs."""
         try:
             return self.plan.of_cluster
         except ValueError as error:

@@ -1,7 +1,7 @@
 """The trainer of a simulated run: the start, groups and duration of its steps.
 
-Invariant: a step has one layout from its first gradient to its update: trainers change between two steps. Its price is
-the planner's (`libra.cost.train_step`), with the batch's own lengths instead of the expected ones.
+Invariant: a step has one layout from its first gradient to its update, since trainers change only between two steps.
+The price of a step is the planner's (`libra.cost.train_step`), with the batch's own lengths instead of expected ones.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory
 
-_PARTS = 8  # of a batch, at most: with few trajectories, some replicas wait for the one with the longest
-_BINS_PER_OCTAVE = 8  # lengths in one bin are priced as their mean: the sum of tokens stays the same
+_PARTS = 8  # most parts of a batch, since replicas wait for the longest trajectory of each part
+_BINS_PER_OCTAVE = 8  # lengths in one bin are priced as their mean, which keeps the sum of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class TrainingPrice:
     nodes: NodeClass
 
     def seconds(self, lengths: Sequence[int], layout: ParallelLayout, *, update: bool = True) -> float:
-        """Seconds of one step over trajectories of these final contexts, in tokens; without `update` only those of
-        their gradients, for a sum with others."""
+        """Seconds of one step over trajectories with final contexts `lengths`, in tokens. Without `update`, only the
+        seconds of their gradients, to be added to those of other parts."""
         work = Work(
             model=self.model,
             batch=batch_of_lengths(lengths),
@@ -61,7 +61,8 @@ class TrainingPrice:
 
 
 def batch_of_lengths(lengths: Sequence[int]) -> Batch:
-    """Trajectories of these lengths, neighbouring ones as their mean. Raises ValueError for none, or an empty one."""
+    """A batch of trajectories with these lengths, in which near lengths are replaced by their mean. Raises ValueError
+    for an empty batch or trajectory."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"{len(lengths)} lengths, shortest {min(lengths, default=0)}: give trajectories with tokens")
     sizes = np.asarray(lengths, dtype=float)
@@ -76,9 +77,9 @@ def batch_of_lengths(lengths: Sequence[int]) -> Batch:
 class _Step:
     """A step in progress."""
 
-    version: int  # the version that it makes
+    version: int  # the version that the step makes
     began: int  # tick
-    layout: ParallelLayout  # one for the whole step: trainers change between two steps
+    layout: ParallelLayout  # of the whole step
     trajectories: list[Trajectory] = field(default_factory=list)
     training: float = 0.0  # seconds
 
@@ -103,8 +104,8 @@ class _Step:
 
 
 class SimulatedTrainer:
-    """Trains on the groups that admission gives, and calls `stepped` at the end of each step. With `early_gradients` a
-    batch is trained on in parts, when groups are complete; only the last part waits for the last trajectory."""
+    """Trains on the groups that admission returns, and calls `stepped` at the end of each step. With `early_gradients`
+    the trainer begins parts of a batch as groups complete, so only the last part waits for the last trajectory."""
 
     def __init__(
         self,
@@ -125,8 +126,8 @@ class SimulatedTrainer:
         self._busy = False
         self._step: _Step | None = None  # the step that has begun
         self._idle_since = 0
-        self._blocked_until = 0  # tick before which no step begins: trainers change their layout
-        self._joining: tuple[ParallelLayout, int] | None = None  # layout with more replicas, tick at which they join
+        self._blocked_until = 0  # no step begins before this tick, while trainers change their layout
+        self._joining: tuple[ParallelLayout, int] | None = None  # (layout with more replicas, tick at which they join)
 
     @property
     def switch(self) -> float:
@@ -167,8 +168,8 @@ class SimulatedTrainer:
         self._cluster.at(now + ticks(needed + self.switch), partial(self._made, record))
 
     def relayout(self, plan: Plan, now: int) -> None:
-        """Change to the layout of a plan. Replicas of the same family leave at once and join when they are ready;
-        another layout stops training until its trainers have joined."""
+        """Change to the layout of a plan. If only the number of replicas changes, replicas leave at once, or join when
+        they are ready. Any other change stops training until the new trainers have joined."""
         old, new = self.layout, plan.layout
         assert new is not None
         if self._joining is not None and self._joining[0] == new:
@@ -199,7 +200,7 @@ class SimulatedTrainer:
         self.train(now)
 
     def _joined(self, option: TrainingOption, now: int) -> None:
-        # A later plan may have been without these replicas.
+        # A later plan may have dropped these replicas.
         if self._joining is not None and self._joining[1] == now:
             (self.layout, _), self._joining, self.option = self._joining, None, option
 
@@ -212,5 +213,5 @@ def training_option_of(plan: Plan) -> TrainingOption:
 
 
 def training_nodes(plan: Plan) -> NodeClass:
-    """The nodes that train."""
+    """The class of the nodes on which a plan trains."""
     return plan.of_cluster.cluster.node_class(next(group.pool for group in plan.placement if group.role == "train"))

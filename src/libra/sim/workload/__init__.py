@@ -1,1 +1,1 @@
-"""Workloads of engines: recorded, replayed or made from distributions."""
+"""Workloads of engines: recorded, replayed or generated from distributions."""

@@ -1,9 +1,9 @@
 """The calls of a trajectory, and the owner of a request for engines and routers.
 
 Invariant: every turn that generates is one call, in order. A turn that generates nothing calls no engine, but its tool
-takes its time, and the tool's return is in the context of the next call. A caller describes its turn as of
-the last placement, and reports each tool return once. A stopped turn loses no token: it continues with its generated
-tokens as part of its prompt.
+takes time, and the tool's return is in the context of the next call. A caller describes its turn as of the last
+placement, and reports each tool return once. A stopped turn loses no token: it continues with its generated tokens as
+part of its prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra.sim.clock import seconds, ticks
 from libra.sim.engine.request import Chain, Request
 from libra.trajectory import Trajectory, Turn
 
-UNKNOWN_TOOL_SECONDS = 1.0  # a tool call whose duration was not recorded
+UNKNOWN_TOOL_SECONDS = 1.0  # of a tool call without a recorded duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Call:
     turn: int  # position in the trajectory, from 0
     context_tokens: int  # the whole prompt of the call
     output_tokens: int
-    delay: int  # ticks of tools between the end of the call before (or the trajectory's start) and this one
-    rewritten: bool  # the context is not the one before with tokens appended
+    delay: int  # ticks of tools since the end of the previous call, or since the trajectory's start
+    rewritten: bool  # the context is not the previous context with tokens appended
 
 
 def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SECONDS) -> tuple[Call, ...]:
@@ -43,8 +43,8 @@ def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SEC
         if turn.generated_tokens:
             if context == 0:
                 raise ValueError(
-                    f"trajectory {trajectory.id!r}: turns.{number}: its context has no token, and an engine needs one"
-                    " to begin with; give the trajectory a prompt, or leave it out"
+                    f"trajectory {trajectory.id!r}: turns.{number}: its context has no token, but an engine needs one;"
+                    " give the trajectory a prompt, or leave it out"
                 )
             made.append(Call(number, context, turn.generated_tokens, delay, rewritten))
             delay, rewritten = 0, False
@@ -68,15 +68,15 @@ class Caller:
     """The owner of a trajectory's request."""
 
     trajectory: Trajectory
-    calls: tuple[Call, ...]  # all that the trajectory makes
+    calls: tuple[Call, ...]  # all calls of the trajectory
     prompt: Chain  # of the trajectory
-    position: int = 0  # in `calls`, of the request's call
-    first_number: int = 0  # of the request of the first call, if each call is one request
-    generated_before: int = 0  # tokens of the turn before this request was made
-    placed_before: int = 0  # those of them that a policy knew when it last placed the turn
-    engine: int | None = None  # of its latest request; kept only if KV moves
-    told: bool = False  # the policy knows of the return before this call
-    due: float | None = None  # seconds by which its group has to be complete
+    position: int = 0  # index in `calls` of the request's call
+    first_number: int = 0  # number of the first call's request, if each call is one request
+    generated_before: int = 0  # tokens of the turn that were generated before this request
+    placed_before: int = 0  # tokens of the turn that were generated before a policy last placed the turn
+    engine: int | None = None  # engine of the latest request; set only if KV moves
+    told: bool = False  # the policy knows the tool return before this call
+    due: float | None = None  # seconds at which the group has to be complete
 
     @property
     def call(self) -> Call:
@@ -84,21 +84,21 @@ class Caller:
 
     @property
     def last(self) -> bool:
-        """Whether the trajectory makes no other call after this one."""
+        """Whether this is the trajectory's last call."""
         return self.position == len(self.calls) - 1
 
     @property
     def name(self) -> str:
-        """Name of the chain generated from this call on."""
+        """Name of the chain that begins with this call."""
         return f"{self.trajectory.id} from turn {self.call.turn}"
 
     @property
     def generated_since(self) -> int:
-        """Tokens of the turn generated before this request was made, and since the turn was last placed."""
+        """Tokens of the turn that were generated after its last placement and before this request."""
         return self.generated_before - self.placed_before
 
     def fork(self) -> Chain:
-        """A new chain for the call, which keeps the prompt if the context is at least that long."""
+        """A new chain for the call, which shares the prompt if the context is at least as long as the prompt."""
         kept = self.trajectory.prompt_tokens
         return Chain(self.name, self.prompt, kept) if self.call.context_tokens >= kept else Chain(self.name)
 
@@ -109,7 +109,7 @@ class Caller:
         return Request(number, arrival, prompt, output, chain=chain, owner=self, stop="eos")
 
     def routing_request(self) -> policy.TurnRequest:
-        """The turn in its state at the last placement."""
+        """The turn as it was at the last placement."""
         trajectory = self.trajectory
         return policy.TurnRequest(
             trajectory.id,
@@ -121,9 +121,9 @@ class Caller:
         )
 
     def returned(self) -> policy.ToolReturn | None:
-        """The tool return before the request, unless the policy knows it already: a request that finds no engine, or is
-        stopped on one, is placed again. None also before a trajectory's first request, since the policy does not know
-        the trajectory yet."""
+        """The tool return before the request; None if the policy knows the return already. The latter is the case for a
+        request that is placed again. None also before a trajectory's first request, since the policy does not know the
+        trajectory yet."""
         if self.told or self.position == 0:
             return None
         self.told = True
@@ -135,7 +135,7 @@ class Caller:
 
 @dataclass(slots=True)
 class EpisodeCaller(Caller):
-    """An unfinished trajectory of a training run; it has at most one request."""
+    """The caller of a trajectory in a training run. It has at most one request at a time."""
 
     group: str = field(kw_only=True)
     chain: Chain = field(init=False)
@@ -154,8 +154,9 @@ class EpisodeCaller(Caller):
         return call
 
     def so_far(self, generated: int, *, left: float) -> Trajectory:
-        """The unfinished trajectory: its complete turns, and `generated` tokens of the present turn. If the tool before
-        the present turn still needs `left` seconds: all turns so far, and the last turn's wait until now."""
+        """The unfinished trajectory: its complete turns, and `generated` tokens of the present turn. If `left` is
+        positive, the tool before the present turn still needs `left` seconds. The trajectory then ends with that
+        tool's turn, with the wait so far."""
         turns = self.trajectory.turns[: self.call.turn]
         if left > 0:
             before = self.calls[self.position - 1].turn if self.position else None

@@ -1,7 +1,7 @@
 """Distributions of lengths in tokens and of arrival times.
 
 Invariant: every length is a whole number from 1 to the distribution's limit. Arrivals are whole ticks that never
-decrease, and the first `n` of them do not depend on how many are drawn.
+decrease. The first `n` arrivals do not depend on the number of arrivals.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Uniform(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal(Lengths):
-    """exp(N(log `median`, `sigma`^2)), rounded; lengths beyond `limit` become `limit`, like a cut generation."""
+    """exp(N(log `median`, `sigma`^2)), rounded. Lengths beyond `limit` become `limit`, like a cut generation."""
 
     median: float
     sigma: float
@@ -86,8 +86,9 @@ class LogNormal(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class LongTail(Lengths):
-    """Lengths with a heavy tail: with probability `tail_share` a Pareto length, P(length > x) =
-    (`tail_from` / x)^`tail_index` for x >= `tail_from`; otherwise a lognormal one. Both are cut at `limit`."""
+    """Lengths with a heavy tail. With probability `tail_share` a length has a Pareto distribution, P(length > x) =
+    (`tail_from` / x)^`tail_index` for x >= `tail_from`; otherwise a lognormal distribution. Lengths are cut at `limit`.
+    """
 
     median: float
     sigma: float
@@ -99,7 +100,7 @@ class LongTail(Lengths):
     def __post_init__(self) -> None:
         _check_log_normal(self.median, self.sigma, self.limit)
         if not 0 <= self.tail_share <= 1:
-            raise ValueError(f"tail_share is {self.tail_share}; it is a probability: 0 to 1")
+            raise ValueError(f"tail_share is {self.tail_share}; give a probability, 0 to 1")
         if not 1 <= self.tail_from <= self.limit:
             raise ValueError(f"tail_from is {self.tail_from}; set it to 1 or more, and no more than limit {self.limit}")
         if not 0 < self.tail_index < math.inf:
@@ -118,7 +119,7 @@ class Arrivals(_Described, ABC):
 
     @abstractmethod
     def chunks(self, count: int, generator: np.random.Generator) -> Iterator[Ticks]:
-        """`count` times in ticks, in chunks of `CHUNK`, of which the last may be shorter."""
+        """Yield `count` times in ticks, in chunks of `CHUNK`; the last chunk may be shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class AtOnce(Arrivals):
 
 @dataclass(frozen=True, slots=True)
 class Poisson(Arrivals):
-    """A Poisson process: gaps are exponential with mean 1 / `rate` seconds, the first one before the first arrival."""
+    """A Poisson process: gaps are exponential with mean 1 / `rate` seconds. A gap precedes the first arrival, too."""
 
     rate: float  # per second
 
@@ -143,11 +144,11 @@ class Poisson(Arrivals):
     def chunks(self, count: int, generator: np.random.Generator) -> Iterator[Ticks]:
         now = 0
         for first in range(0, count, CHUNK):
-            # Whole chunks are drawn, so that the first times do not depend on how many there will be.
+            # Whole chunks are drawn, so that the first times do not depend on `count`.
             gaps = generator.exponential(TICKS / self.rate, CHUNK)[: count - first]
             if now + float(gaps.sum()) + len(gaps) >= LONGEST * TICKS:
                 raise ValueError(
-                    f"rate {self.rate} per second: the last arrival is more than 106 days away; ask for fewer"
+                    f"rate {self.rate} per second: the last arrival is more than 106 days away; ask for fewer requests"
                 )
             times = now + np.cumsum(np.rint(gaps).astype(np.int64))
             now = int(times[-1])

@@ -1,7 +1,7 @@
-"""Requests and agent trajectories made from distributions and a seed.
+"""Requests and agent trajectories generated from distributions and a seed.
 
-Invariant: the same arguments give the same work. Requests are made when they are taken: only a chunk of them is in
-memory. No trajectory exceeds its agent's context.
+Invariant: the same arguments give the same work. Requests are generated lazily, so only a chunk of them is in memory.
+No trajectory exceeds its agent's context.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def generated_requests(
     *,
     samples_per_prompt: int = 1,
 ) -> Requests:
-    """`count` prompts at `arrivals`, each with `samples_per_prompt` requests at once: outputs of independent lengths
-    after one shared prompt. So Poisson `arrivals` of groups are a batch-Poisson process. A single sample shares no
-    tokens."""
+    """Generate `count` prompts at `arrivals`. For each prompt, `samples_per_prompt` requests arrive at once, with one
+    shared prompt and outputs of independent lengths. So Poisson `arrivals` of groups are a batch-Poisson process. A
+    single sample shares no tokens."""
     if count < 1:
         raise ValueError(f"count is {count}; ask for 1 prompt or more")
     if samples_per_prompt < 1:
@@ -56,10 +56,10 @@ def generated_requests(
 def _draws(
     count: int, arrivals: Arrivals, prompt_tokens: Lengths, output_tokens: Lengths, seed: int, samples: int
 ) -> Iterator[Draw]:
-    # A stream for each, so that a change of one distribution leaves the others' numbers alone.
+    # A stream for each distribution, so that changing one does not change the numbers of the others.
     times, prompts, outputs = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
     for chunk in arrivals.chunks(count, times):
-        # Whole chunks are drawn, so that the first requests do not depend on how many there will be.
+        # Whole chunks are drawn, so that the first requests do not depend on `count`.
         size = len(chunk)
         yield (
             chunk.tolist(),
@@ -92,8 +92,9 @@ def _batched(values: list[int], size: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One of an agent's tools: it is called with probability `weight` over the sum of the weights, takes lognormal
-    seconds, exp(N(log `seconds_median`, `seconds_sigma`^2)), and fails or times out with the given probabilities."""
+    """A tool of an agent, called with probability `weight` over the sum of all weights. Its seconds are lognormal,
+    exp(N(log `seconds_median`, `seconds_sigma`^2)). It fails with probability `error_share`, and times out with
+    probability `timeout_share`."""
 
     name: str
     weight: float
@@ -107,22 +108,22 @@ class Tool:
         for field, value in (("weight", self.weight), ("seconds_median", self.seconds_median)):
             if not 0 < value < math.inf:
                 raise ValueError(f"tool {self.name!r}: {field} is {value}; set it to more than 0, and finite")
-        # Ten such deviations are still a finite time.
+        # Even ten standard deviations of this size are a finite time.
         if not 0 <= self.seconds_sigma <= 10:
             raise ValueError(f"tool {self.name!r}: seconds_sigma is {self.seconds_sigma}; set it from 0 to 10")
         if not (self.error_share >= 0 and self.timeout_share >= 0 and self.error_share + self.timeout_share <= 1):
             raise ValueError(
                 f"tool {self.name!r}: error_share is {self.error_share} and timeout_share {self.timeout_share}: give"
-                " probabilities whose sum is 1 at most"
+                " probabilities with a sum of at most 1"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent that takes a geometric number of turns on {1, 2, ...} with mean `mean_turns`, and calls one of `tools`
-    after each but the last. It is cut where its context would exceed `max_context`, which lowers the mean."""
+    """An agent with a geometric number of turns on {1, 2, ...} with mean `mean_turns`. It calls one of `tools` after
+    each turn but the last. A trajectory is cut where its context would exceed `max_context`, which lowers the mean."""
 
-    prompt_tokens: Lengths  # cut so that a token of the context is left
+    prompt_tokens: Lengths  # cut so that at least one token of `max_context` is left
     generated_tokens: Lengths  # of a turn
     mean_turns: float
     tools: tuple[Tool, ...]
@@ -132,14 +133,14 @@ class Agent:
         if not 1 <= self.mean_turns < math.inf:
             raise ValueError(f"mean_turns is {self.mean_turns}; set it to 1 or more, and finite")
         if not self.tools:
-            raise ValueError("tools is empty: give at least one, or mean_turns 1 and one that is never called")
+            raise ValueError("tools is empty: give a tool or more; with mean_turns 1 no tool is called")
         if self.max_context < 2:
-            raise ValueError(f"max_context is {self.max_context}; give room for a token of prompt and a generated one")
+            raise ValueError(f"max_context is {self.max_context}; give 2 or more, for a prompt and a generated token")
 
 
 def agent_trajectories(agent: Agent, prompts: int, seed: int, *, samples_per_prompt: int = 1) -> tuple[Trajectory, ...]:
-    """`samples_per_prompt` finished trajectories of each prompt, one prompt after the other. Samples of a prompt have
-    only the prompt in common."""
+    """Generate `samples_per_prompt` finished trajectories of each prompt, one prompt after the other. Samples of a
+    prompt have only the prompt in common."""
     if prompts < 1:
         raise ValueError(f"prompts is {prompts}; ask for 1 or more")
     if samples_per_prompt < 1:
@@ -168,11 +169,11 @@ def agent_trajectories(agent: Agent, prompts: int, seed: int, *, samples_per_pro
 
 
 def _turns(agent: Agent, count: int, generator: np.random.Generator) -> Iterator[Turn]:
-    """Turns of all trajectories, one after another."""
+    """Yield the turns of all trajectories, one trajectory after another."""
     weights = np.array([tool.weight for tool in agent.tools])
     tools = generator.choice(len(weights), count, p=weights / weights.sum())
     generated = agent.generated_tokens.draw(count, generator)
-    failure = generator.random(count)  # below the tool's shares it failed
+    failure = generator.random(count)  # a value below the tool's shares is a failure
     returned, seconds = np.zeros(count, np.int64), np.zeros(count)
     for index, tool in enumerate(agent.tools):
         its = tools == index

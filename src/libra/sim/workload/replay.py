@@ -1,8 +1,8 @@
 """Replay of trajectories: a turn begins when the tool of the previous turn has returned.
 
-Invariant: requests and tool times are the log's, token for token and second for second; the times of requests follow
-from the answers of the simulated engines. A trajectory has at most one request in flight, and ends with the first one
-that is not finished.
+Invariant: requests and tool times are exactly the log's, in tokens and in seconds. The times of requests follow from
+the answers of the simulated engines. A trajectory has at most one request in flight, and ends with its first request
+that does not finish.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Kept = Literal["prompt", "last prompt"]
 class Replay:
     """A closed loop of trajectories.
 
-    They start in their order at `arrivals`, and no more than `concurrency` are in flight: the next one starts when one
-    ends. Each is run as `samples_per_prompt` copies, which start together. Trajectories of one `prompt_id` share its
-    tokens as far as the shorter prompt goes, unless `share_prompts` is off.
+    Trajectories start in order at `arrivals`. At most `concurrency` are in flight; the next starts when one ends. Each
+    trajectory runs as `samples_per_prompt` copies, which start together. Trajectories with the same `prompt_id` share
+    the tokens of the shorter prompt, unless `share_prompts` is off.
 
-    If the log's context is not the running sum, it was rewritten. Then an engine keeps only the KV of the prompt; with
-    `rewrite_keeps` of "last prompt", it keeps the KV of the whole prompt of the preceding call. If the context is
-    shorter than this part, the engine keeps less: the prompt, or nothing.
+    A context in the log that is not the running sum was rewritten. An engine then keeps only the KV of the prompt; with
+    `rewrite_keeps` "last prompt", it keeps the KV of the whole prompt of the preceding call. If the context is shorter
+    than this part, the engine keeps less: the prompt, or nothing.
 
     Raises ValueError for a repeated id, for copies of a prompt that has several samples in the log, and for a call
     without any context.
@@ -53,7 +53,7 @@ class Replay:
         """`seed` is for the arrivals; without `arrivals` all start at tick 0. `source` describes the source of the
         trajectories, as JSON values."""
         if concurrency is not None and concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}; let 1 trajectory or more be in flight, or leave it out")
+            raise ValueError(f"concurrency is {concurrency}; give 1 or more trajectories in flight, or leave it out")
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt is {samples_per_prompt}; run each trajectory 1 time or more")
         if rewrite_keeps not in ("prompt", "last prompt"):
@@ -74,7 +74,7 @@ class Replay:
         self._trajectories: list[Trajectory] = []
         self._calls: list[tuple[Call, ...]] = []
         self._starts: list[int] = []  # ticks
-        counts: list[int] = []  # of requests
+        counts: list[int] = []  # requests of each trajectory
         for (trajectory, its), time in zip(asking, times, strict=True):
             one = samples_per_prompt == 1
             self._trajectories += [
@@ -124,8 +124,8 @@ class Replay:
         return dict(self._description)
 
     def _forget(self) -> None:
-        self.completed = 0  # trajectories of which every request finished
-        self.unfinished: dict[str, str] = {}  # id -> why, of those that ended early
+        self.completed = 0  # trajectories whose requests have all finished
+        self.unfinished: dict[str, str] = {}  # reason, by id of a trajectory that ended early
         self._waiting = iter(range(len(self._trajectories)))
         self._prompts: dict[str, Chain] = {}
 
@@ -170,12 +170,12 @@ def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:
 def draw(
     log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True, replaced: bool = False
 ) -> tuple[Trajectory, ...]:
-    """Draw `count` trajectories from a log in random order, by the seed. They are drawn without replacement until all
-    were drawn, then with replacement; with `replaced`, always with replacement. A repeated trajectory gets a new id. It
-    is another sample of its prompt or, with `same_prompts` off, of a prompt of equal length. Raises ValueError if the
-    log is empty."""
+    """Draw `count` trajectories from a log in random order, by the seed. The draws are without replacement until all
+    trajectories were drawn, and then with replacement; with `replaced`, always with replacement. A repeated trajectory
+    gets a new id, as another sample of its prompt. With `same_prompts` off, it also gets a new prompt of equal length.
+    Raises ValueError if the log is empty."""
     if not log:
-        raise ValueError("there is no finished trajectory to draw from; give a log with at least one")
+        raise ValueError("the log has no finished trajectory to draw; give a log with at least one")
     if count < 1:
         raise ValueError(f"count is {count}; draw 1 trajectory or more")
     generator = np.random.default_rng(seed)

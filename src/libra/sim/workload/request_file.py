@@ -1,8 +1,8 @@
 """Requests on disk: Libra's JSON lines, the CSV of Azure's public traces of LLM serving, and other logs.
 
-Invariant: a file is read completely or refused with one line that names the file, the line and the field; nothing in it
-is repaired. Arrivals never decrease from line to line, and every request has at least one prompt token and one to
-generate.
+Invariant: a file is read completely, or refused with one line that names the file, the line and the field. Nothing in a
+file is repaired. Arrivals never decrease from line to line, and every request has at least one prompt token and one
+output token.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-# A tick is the 12th decimal. The traces of 2024 say that their times are UTC, those of 2023 have no zone.
+# A tick is the 12th decimal. The traces of 2024 mark their times as UTC; the traces of 2023 have no time zone.
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:\+00:00)?", re.ASCII)
 _MOST_DIGITS = 15
 _MOST_TOKENS = 2**31 - 1
-_LATEST = 9_200_000  # seconds, 106 days, that 63 bits of ticks hold
+_LATEST = 9_200_000  # seconds, about 106 days: nearly 2^63 ticks
 
 _Tokens = Annotated[int, Field(le=_MOST_TOKENS)]
 _Instant = Annotated[float, Field(lt=_LATEST)]
@@ -81,9 +81,9 @@ def _adapter() -> TypeAdapter[_Line]:
 
 
 def parse_request(line: str | bytes, where: str) -> RecordedRequest:
-    """One JSON line: `arrival` in seconds, `prompt_tokens`, `output_tokens`, and optionally `prefix` with
-    `prefix_tokens`, `priority`, `stop`, and `cancel_at` in seconds of the same clock. `where` begins the error
-    message."""
+    """Parse one JSON line: `arrival` in seconds, `prompt_tokens`, `output_tokens`, and optionally `prefix` with
+    `prefix_tokens`, `priority`, `stop`, and `cancel_at` in seconds of the same clock. Error messages begin with
+    `where`."""
     try:
         read = _adapter().validate_json(line, strict=True)
     except ValidationError as error:
@@ -108,8 +108,8 @@ def _problem(found: ErrorDetails) -> str:
 
 def read_requests(path: Path | str, tell: Tell = warn) -> tuple[RecordedRequest, ...]:
     """Read a file of requests, in the order of arrival: Libra's JSON lines, a `.csv` file like `read_azure_requests`,
-    or another log that `libra.read_trajectories` reads. `tell` gets a line on the data that such a log lacks. Raises
-    `RequestFormatError`, also on a blank line and without any request."""
+    or another log that `libra.read_trajectories` reads. `tell` gets a line on data that such a log lacks. Raises
+    `RequestFormatError`, also for a blank line or an empty file."""
     first = _first_entry(path)
     if first is not None and (of := format_of(first)) is not None and tuple(first.fields) != _AZURE_FIELDS:
         return _logged_requests(path, of, tell)
@@ -134,11 +134,11 @@ def _first_entry(path: Path | str) -> LogEntry | None:
     try:
         return first_entry(path)
     except (TrajectoryFormatError, OSError):
-        return None  # the reader of requests names the line
+        return None  # `read_requests` then raises an error that names the line
 
 
 def _logged_requests(path: Path | str, of: LogFormat, tell: Tell) -> tuple[RecordedRequest, ...]:
-    """The requests of a log whose trajectories have a single turn and an arrival time; time zero is the first
+    """The requests of a log whose trajectories each have a single turn and an arrival time. Time zero is the first
     arrival."""
     found: list[tuple[float, Trajectory]] = []
     try:

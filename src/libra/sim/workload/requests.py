@@ -1,7 +1,7 @@
-"""Workloads: requests in the order of time, and requests that follow the end of another.
+"""Workloads: requests in the order of time, and requests that follow the end of another request.
 
-Invariant: a workload is the same at each start, and the number of a request does not depend on the outcome of others.
-So two simulations of one workload can be compared request by request.
+Invariant: a workload is the same at each start, and the number of a request does not depend on the outcome of other
+requests. So two simulations of one workload can be compared request by request.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from libra.sim.engine.request import Chain, Request, Stop
 
 
 class Workload(Protocol):
-    """The work of one simulation at a time: `start`, then `finished` for every ended request, in order of time."""
+    """The work of one simulation at a time. The simulation calls `start`, and then `finished` for every ended request,
+    in order of time."""
 
     def start(self) -> Iterable[Request]:
-        """The requests known from the beginning, by (arrival, number): possibly a million, made when they are taken.
-        This forgets the state of an earlier start."""
+        """The requests known from the beginning, sorted by (arrival, number). They may be a million and are made
+        lazily. Resets the state of an earlier start."""
         ...
 
     def finished(self, request: Request, now: int) -> Request | None:
-        """The request that follows one that was finished, cancelled or refused at tick `now`; it arrives at `now` or
-        later. None: there is none."""
+        """The request that follows `request`, which was finished, cancelled or refused at tick `now`. The following
+        request arrives at `now` or later. None: no request follows."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -36,9 +37,10 @@ class Workload(Protocol):
 
 
 class Requests:
-    """An open loop: requests whose arrivals do not depend on earlier ones.
+    """An open loop: requests whose arrivals do not depend on earlier requests.
 
-    `make` gives them anew at each start, by (arrival, number). Iterating raises ValueError if that order is broken.
+    `make` returns the requests at each start, sorted by (arrival, number). Iterating raises ValueError if they are not
+    sorted.
     """
 
     def __init__(self, make: Callable[[], Iterable[Request]], description: Mapping[str, Any]) -> None:
@@ -70,9 +72,9 @@ class RecordedRequest:
     arrival: int
     prompt_tokens: int
     output_tokens: int
-    prefix: str | None = None  # requests of one prefix have their first `prefix_tokens` tokens in common
+    prefix: str | None = None  # requests with the same prefix have their first `prefix_tokens` tokens in common
     prefix_tokens: int = 0
-    priority: int = 0  # lower is served first
+    priority: int = 0  # lower values are served first
     cancel_at: int | None = None
     stop: Stop = "length"
 
@@ -97,7 +99,7 @@ def recorded_requests(
     if not kept:
         raise ValueError(f"start_seconds is {start_seconds}; no request arrives then or later: start earlier")
     if (kept[-1].arrival - start) / rate_scale >= LONGEST * TICKS:
-        raise ValueError(f"rate_scale is {rate_scale}: the last request would come after more than 106 days; raise it")
+        raise ValueError(f"rate_scale is {rate_scale}: the last request would arrive after 106 days; raise rate_scale")
     description = {
         "name": "recorded requests",
         "source": dict(source or {}),
@@ -109,7 +111,8 @@ def recorded_requests(
 
 
 def repeated(records: Sequence[RecordedRequest], times: int) -> tuple[RecordedRequest, ...]:
-    """The record `times` times, at its own rate. Each repetition has its own prefixes, which no earlier one caches."""
+    """The record repeated `times` times, at its own rate. Each repetition has prefixes of its own, so that it finds
+    none in the caches."""
     span = records[-1].arrival - records[0].arrival
     period = span + span // max(1, len(records) - 1)
 
@@ -122,8 +125,8 @@ def repeated(records: Sequence[RecordedRequest], times: int) -> tuple[RecordedRe
 
 
 def around(records: Sequence[RecordedRequest], begins: float) -> Iterator[Request]:
-    """The requests, repeated endlessly, from this share of the record on, without cancellations. The gap between the
-    last request and the first is the record's mean gap."""
+    """The requests of a record, repeated endlessly and without cancellations, from the share `begins` of the record on.
+    The gap between the last request and the first is the record's mean gap."""
     first, last = records[0].arrival, records[-1].arrival
     lap = last - first + max(1, (last - first) // max(1, len(records) - 1))
     start = first + int(begins * lap)
