@@ -87,8 +87,8 @@ class OpenEnvEnvironment:
         return session.reward
 
     async def _turn(self, seat: Seat, messages: Sequence[Message], tools: Sequence[Message] | None) -> Message | None:
-        """The model's next message; None if the chat is too long for every engine: the episode ends with its reward so
-        far."""
+        """The model's next message, or None if the chat is too long for every engine. The episode then ends with the
+        reward of its earlier steps."""
         body = {"model": "policy", "messages": messages} | ({} if tools is None else {"tools": tools})
         headers = {"Authorization": f"Bearer {seat.key}"}
         async with self._client.post(f"{seat.url}/chat/completions", json=body, headers=headers) as answer:

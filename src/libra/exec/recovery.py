@@ -29,7 +29,7 @@ class Recovery:
         self._lost = asyncio.Event()
 
     def worker_lost(self) -> None:
-        """Note that the pool has lost a worker."""
+        """Record that the pool has lost a worker."""
         self._lost.set()
 
     async def start(self) -> None:

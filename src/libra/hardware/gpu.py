@@ -1,6 +1,6 @@
 """One accelerator, by its data sheet.
 
-Invariant: its numbers are possible. Sizes are in bytes, rates in bytes or FLOP per second.
+Invariant: every number is possible. Sizes are in bytes, rates in bytes or FLOP per second.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GPU:
 
     @property
     def usable(self) -> float:
-        """Bytes of memory that PyTorch reports. The memory share of an engine refers to them."""
+        """Bytes of memory that PyTorch reports. An engine's share of memory is a share of these bytes."""
         return self.memory - _RESERVED if self.visible is None else self.visible
 
     @property

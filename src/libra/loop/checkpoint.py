@@ -172,9 +172,9 @@ class Interrupted:
 
 
 def read_interrupted(directory: Path) -> Interrupted:
-    """State of an interrupted run. Renames damaged checkpoints newer than the one it returns to `<name>.damaged`.
-    Raises `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` if the run cannot be resumed, and
-    `DiskError`."""
+    """State of an interrupted run. Adds `.damaged` to the name of each damaged checkpoint that is newer than the
+    returned checkpoint. Raises `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` if the run
+    cannot be resumed, and `DiskError`."""
     check_kinds(directory)
     checkpoint, state, damaged = _newest(directory, contents=True)
     history = read_history(directory, state.step)

@@ -74,7 +74,7 @@ class Groups:
         self.recorder.hold_back(self.started < needed)
 
     def publish(self, version: int) -> None:
-        """Note that engines now generate with this version, so more groups may start."""
+        """Record that engines now generate with this version, so more groups may start."""
         self._admission.publish(version)
         self.feed()
 

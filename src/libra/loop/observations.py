@@ -179,7 +179,7 @@ class Observations:
             self._engine_speed.observe(work.busy_seconds, modelled)
 
     def current_profile(self) -> DeviceProfile:
-        """The calibration, scaled to the recent speed of the devices, since that of shared machines varies."""
+        """The calibration, scaled to the recent speed of the devices, since the speed of shared machines varies."""
         return scaled(self.profile, self._engine_speed.value, self._train_speed.value)
 
     def observe_move(self, role: Role, seconds_taken: float) -> None:

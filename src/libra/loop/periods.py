@@ -72,7 +72,7 @@ class Periods:
             self._open.seconds.append(seconds)
 
     def mark_switching(self) -> None:
-        """Note that a worker changes role in the open period."""
+        """Mark the open period as one in which a worker changes role."""
         if self._open is not None:
             self._open.switching = True
 
@@ -118,13 +118,13 @@ class Periods:
             self._waiting = record
 
     def carried_out(self, seconds: float) -> None:
-        """Note that the moves of the change are done, in `seconds`."""
+        """Record that the moves of the change are done, and took `seconds` seconds."""
         if self._waiting is not None:
             self._waiting = replace(self._waiting, measured_cost=seconds)
             self._recorder.decision(self._waiting)
 
     def dropped(self) -> None:
-        """Note that the change was not carried out, so that no measurement counts as its outcome."""
+        """Record that the change was not carried out, so that no measurement counts as its outcome."""
         self._waiting = None
 
     def _settle(self, found: PeriodSeconds, without_change: Callable[[], Stayed | None]) -> None:

@@ -358,7 +358,8 @@ class SlotProcesses:
         self.fleet.renewed()
 
     def _recalled(self, handle: EngineHandle) -> None:
-        """Note that the device of an engine is recalled, or lent again."""
+        """Report that the device of an engine is recalled, or lent again. A recalled engine moves its turns to other
+        engines."""
         self.observer.recalled(handle.name, handle.away)
         self.fleet.renewed()
         if handle.away:

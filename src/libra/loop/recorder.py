@@ -85,7 +85,7 @@ class Recorder:
         self._away: dict[str, tuple[float, str]] = {}  # (time, why) of the recall, by engine whose device is recalled
 
     def begin(self) -> None:
-        """Note that reinforcement learning begins or continues."""
+        """Record that reinforcement learning begins or continues."""
         self._began = time.monotonic()
         what = "continues" if self._seconds_before else "begins"
         self._write(
@@ -135,8 +135,8 @@ class Recorder:
 
     def turn(self, report: TurnReport) -> None:
         """Record one engine's part of a turn; if the turn changed engines, also in the routing log, with the reason.
-        The timeline draws all turns of one episode at a time: hundreds run at once, and one alone shows its queues,
-        tools and moves."""
+        The timeline draws the turns of one episode at a time: hundreds of episodes run at once, and the turns of one
+        episode show its queues, tools and moves."""
         if self._spans is not None:
             self._spans.turn(report)
         if self._began is not None and self._followed is None:
@@ -193,11 +193,11 @@ class Recorder:
         self._devices.phase(phase, self._moment())
 
     def stepped(self, result: StepResult) -> None:
-        """Note that the trainers have made a step and published its weights."""
+        """Record that the trainers have made a step and published its weights."""
         self._devices.stepped(step_parts(result), result.publish_seconds, self._moment())
 
     def hold_back(self, held_back: bool) -> None:
-        """Note whether the bound on staleness keeps groups from starting."""
+        """Record whether the bound on staleness keeps groups from starting."""
         self._devices.hold_back(held_back, self._moment())
 
     def device_seconds(self) -> Seconds:
@@ -270,7 +270,7 @@ class Recorder:
             self._recalls[worker].append((since[0], self._moment(), since[1]))
 
     def load(self, worker: str) -> None:
-        """Note that an engine begins to load new weights."""
+        """Record that an engine was told to load new weights."""
         self._devices.load(worker, self._moment())
 
     def weights(self, worker: str, version: int, seconds: float) -> None:

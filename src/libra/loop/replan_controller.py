@@ -60,7 +60,7 @@ class ReplanController:
         return self._lost and (self._task is None or self._task.done())
 
     def worker_lost(self) -> None:
-        """Note that the pool has fewer workers than the plan. The next boundary plans again."""
+        """Record that the pool has fewer workers than the plan. The run plans again at the next step boundary."""
         self._lost = True
         self.periods.mark_switching()
         self.changed()

@@ -40,7 +40,7 @@ class RunSpans:
         self._parts: dict[str, list[_Part]] = {}  # by trajectory, in order
 
     def turn(self, report: TurnReport) -> None:
-        """Note the end of an engine's part in a turn."""
+        """Record the end of an engine's part in a turn."""
         if _TRAINED.fullmatch(report.trajectory):
             now = self._clock()
             part = _Part(report, now - round(1e9 * report.seconds), now)

@@ -1,9 +1,9 @@
 """Attributes every second of every worker to a cause.
 
 Invariant: the causes of a worker add up to its seconds since its first role, in any order of events. The seconds of a
-cause never decrease. This is pure: the caller reports events with their times, on any clock that never goes back. Some
-durations are known only at their end: the parts of a step, and an engine's pause for weights. No sum includes their
-seconds before that.
+cause never decrease. The module does no I/O and reads no clock: the caller reports events with their times, on any
+clock that never goes back. Some durations are known only at their end: the parts of a step, and an engine's pause for
+weights. No sum includes their seconds before that.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ class DeviceTime:
         self._turn(worker, now)
 
     def load(self, worker: str, now: float) -> None:
-        """Note that an engine begins to load new weights. It first ends its current iteration."""
+        """Record that an engine was told to load new weights. The engine loads them after its current iteration."""
         device = self._devices[worker]
         if device.role is Role.ROLLOUT and self._phase not in _UNPRODUCTIVE and not device.loading:
             self._book(worker, device.cause, now)
             device.loading = True
 
     def loaded(self, worker: str, seconds: float, now: float) -> None:
-        """Note that an engine has loaded the weights, and paused for `seconds`."""
+        """Record that an engine has loaded the weights, and paused for `seconds` seconds."""
         device = self._devices[worker]
         if device.loading:
             self._book(worker, device.cause, now - seconds)
@@ -124,7 +124,7 @@ class DeviceTime:
         self._turn_all(now)
 
     def stepped(self, parts: Mapping[str, Sequence[Part]], publish_seconds: float, now: float) -> None:
-        """Note that a step is made, and that the publication of its weights begins. `parts` has the parts of each
+        """Record that a step is made, and that the publication of its weights begins. `parts` has the parts of each
         replica, in order from the step's start. The optimiser took the remaining seconds, except the last
         `publish_seconds`, which the writing of the new weights took.
         """

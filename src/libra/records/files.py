@@ -1,7 +1,7 @@
 """Writes the files of a run. A file is written completely, or stays unchanged.
 
-A line of a `LineFile` is whole or absent. If a kill or a full disk cuts a line off, it is dropped when the file is
-opened again, and readers skip it before that. A failed write raises `DiskError`, with the file and the remedy.
+A line of a `LineFile` is whole or absent. A line that a kill or a full disk cut off is dropped when the file is opened
+again. Until then, readers skip this line. A failed write raises `DiskError`, with the file and the remedy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DiskError(RuntimeError):
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write or replace a file atomically: it has either its old or its new content. The new content is on disk when
-    this returns. Raises `DiskError`.
+    """Write or replace a file atomically: it has either its old or its new content. The new content is on disk when the
+    function returns. Raises `DiskError`.
     """
     part = path.with_name(f"{path.name}.part")
     with writing(path):

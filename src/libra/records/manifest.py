@@ -1,4 +1,4 @@
-"""The manifest of a directory, with the length and SHA-256 of each of its files. It is written last.
+"""The manifest of a directory, with the length and SHA-256 of each of its files. The manifest is written last.
 
 Invariant: if a directory passes `check_manifest`, its files are unchanged since they were sealed. The manifest is one
 JSON line with its own checksum, so that a damaged manifest is detected.
@@ -37,8 +37,8 @@ _decoder = msgspec.json.Decoder(_Manifest)
 
 
 def seal(directory: Path) -> None:
-    """Force the files of a directory to disk, read them back, and write its manifest. Everything is on disk when this
-    returns. Raises `DiskError`."""
+    """Force the files of a directory to disk, read them back, and write its manifest. The files and the manifest are on
+    disk when the function returns. Raises `DiskError`."""
     with writing(directory):
         files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST)
         entries = {path.name: _entry(path, force=True) for path in files}

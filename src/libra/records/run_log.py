@@ -102,7 +102,7 @@ def prediction_error(periods: Iterable[PeriodRecord]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """Outcome of a taken decision while it was in force, which is until the next one, or until the end of the run."""
+    """Outcome of a taken decision, which is in force until the next taken decision, or until the end of the run."""
 
     decision: DecisionRecord
     steps: int  # while it was in force

@@ -236,7 +236,7 @@ class EventRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(Record):
-    """Accuracy on held-out questions with the weights after `step`. Accuracies are shares of 1."""
+    """Accuracy on held-out questions with the weights after `step`. Accuracies are from 0 to 1."""
 
     name: str
     step: int

@@ -124,7 +124,7 @@ class Timeline:
         self._slice(_ROLES, _STEPS_LANE, f"step {step}", start, end, details or {})
 
     def weights(self, worker: str, version: int, at: float) -> None:
-        """Note that an engine serves a new version of the weights from now on."""
+        """Mark the time from which an engine serves a new version of the weights."""
         self._instant(worker, f"weights v{version}", at, {"version": version})
 
     def cause(self, worker: str, cause: Cause, start: float, end: float) -> None:

@@ -55,7 +55,8 @@ class Admission(Generic[Episode]):
 
     def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
         """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Add the oldest
-        group first, and all of them before a new group starts. Raises `ValueError` if the group is already too stale.
+        group first, and all interrupted groups before a new group starts. Raises `ValueError` if the group is already
+        too stale.
         """
         if started_at > self.published:
             raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
@@ -99,9 +100,9 @@ class Admission(Generic[Episode]):
         return self.groups_per_step - self._parts
 
     def take_part(self, least: int = 1) -> list[tuple[str, list[Episode]]]:
-        """Take complete groups of the next batch, oldest first: those that may be in it whenever the other groups
-        complete. Take none if there are fewer than `least` and the batch needs more. After its last group the batch
-        counts as `taken`.
+        """Take complete groups for the next batch, oldest first: groups that may be in this batch in whichever order
+        the other groups complete. Take no group if fewer than `least` qualify, unless they are all that the batch
+        lacks. The batch counts as `taken` after its last group is taken.
         """
         least = min(least, self.lacks)
         if self._complete < least:
@@ -126,7 +127,7 @@ class Admission(Generic[Episode]):
         return self._taken(chosen)
 
     def publish(self, version: int) -> None:
-        """Record that every engine holds `version`."""
+        """Record that every engine has the weights of `version`."""
         if not self.published <= version <= self.taken:
             raise ValueError(f"version {version} cannot be published between {self.published} and {self.taken}")
         self.published = version

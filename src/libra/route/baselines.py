@@ -32,8 +32,9 @@ class _Home(Live):
 
 
 class Baseline(StickyPolicy[_Home]):
-    """Base of these rules: eligibility and prefix affinity. With `sticky`, a later turn goes to the instance of the
-    previous turn if this instance is present, has the prefix and is eligible. `_choose` places all other turns.
+    """Base of the rules in this module: eligibility and prefix affinity. With `sticky`, a later turn goes to the
+    instance of the previous turn if this instance is present, has the prefix and is eligible. `_choose` places all
+    other turns.
     """
 
     BUCKETS = False
@@ -155,8 +156,8 @@ Row = tuple[str | None, ToolState | None]  # task (None: every task) and last to
 class RemainingTable:
     """Mean remaining tokens, generated and returned together, by task and last tool state.
 
-    Without samples of the task in a state, the mean is over all tasks in this state; without these, over all samples.
-    The least recently updated rows are evicted.
+    Without samples of a task in a state, the mean is over all tasks in this state. Without samples in this state, the
+    mean is over all samples. The least recently updated rows are evicted.
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:

@@ -16,7 +16,8 @@ from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnReque
 
 
 def bucket_of(final_context: float, limits: Sequence[int]) -> int:
-    """The shortest bucket with a limit of at least `final_context` tokens; the last bucket if there is none."""
+    """The shortest bucket with a limit of at least `final_context` tokens; the last bucket if no limit is high
+    enough."""
     return min(bisect_left(limits, final_context), len(limits) - 1)
 
 
@@ -46,9 +47,9 @@ class Bucketed(StickyPolicy[_Live]):
     """Base of the rules that predict a final context once, before the first turn.
 
     A turn goes to the bucket of the predicted final context, or of the attained context if that is longer. So a
-    trajectory keeps its bucket until its context exceeds the limit, which may happen in the middle of a turn. Then it
-    moves to a longer bucket. With `sticky`, a turn goes to the instance of its bucket that has its prefix, if there is
-    one. Otherwise it goes to the least loaded instance.
+    trajectory keeps its bucket until its context exceeds the limit, which may happen in the middle of a turn. The
+    trajectory then moves to a longer bucket. With `sticky`, a turn goes to the instance of its bucket that has its
+    prefix, if there is one. Otherwise the turn goes to the least loaded instance of the bucket.
     """
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
@@ -105,7 +106,7 @@ def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | 
 
 class AttainedService(Bucketed):
     """The `mlfq` policy: a trajectory starts in the shortest bucket for its prompt. Each time its context exceeds the
-    limit, also in the middle of a turn, it moves to the next bucket.
+    bucket's limit, also in the middle of a turn, the trajectory moves to the next bucket.
     """
 
     NAME = "mlfq"

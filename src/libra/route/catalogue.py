@@ -58,7 +58,7 @@ def is_path(name: str) -> bool:
 
 def ignores_buckets(name: str) -> bool:
     """Whether the policy with this name ignores buckets. False for a user's own class (path.py:Class), which may use
-    them.
+    buckets.
     """
     kind = _BY_NAME.get(name)
     return kind is not None and not kind.BUCKETS

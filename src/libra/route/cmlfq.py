@@ -44,15 +44,15 @@ class CMLFQ(LivePolicy[_Live]):
     The remaining tokens of a trajectory are predicted from its tool returns (`Hierarchy`) as a distribution. For each
     bucket, the distribution determines the probability that the trajectory outgrows the bucket's instances, and the
     expected tokens until then. The least loaded eligible instance of each bucket is an offer, and so is the instance
-    with the prefix. The cheapest offer wins. Its cost is the sum of the service on the instance, a later move, the
-    service after it, and the move now (`service_cost`).
+    with the prefix. The cheapest offer wins. The cost of an offer is the sum of the service on the instance, a later
+    move, the service after that move, and the move now (`service_cost`).
 
-    A bucket groups the engines that a plan made for a range of lengths. The policy does not enforce its limit. A
-    trajectory goes to, and stays on, the instance that is expected to serve its remaining tokens soonest. The
+    A bucket groups the engines that a plan made for a range of lengths. The policy does not enforce the bucket's limit.
+    A trajectory goes to, and stays on, the instance that is expected to serve its remaining tokens soonest. The
     expectation uses the instances' reported seconds or, without a report, their loads. So long trajectories gather on
-    fast engines if these are worth a move. No turn goes to a more crowded bucket, and an idle bucket serves turns
-    planned for others. Before any trajectory has finished, a turn stays with its prefix, or goes to the least loaded
-    instance with room for it.
+    fast engines if these engines are worth a move. No turn goes to a more crowded bucket, and an idle bucket serves
+    turns planned for others. Before any trajectory has finished, a turn stays with its prefix, or goes to the least
+    loaded instance with room for it.
 
     `priority` is the slack in milliseconds: the due time of the group, 0 if unknown, minus the predicted service time
     of the remaining tokens. Among turns due at the same time, the turn with the longest remaining service comes first.
@@ -155,8 +155,8 @@ class CMLFQ(LivePolicy[_Live]):
         return self._goes(live, chosen.instance, reason, _slack(request, remaining, chosen.told_seconds), ask_again)
 
     def _turn_tokens(self, live: _Live, request: TurnRequest) -> float:
-        """Expected generated tokens of a turn of this trajectory. Blends the mean of its own turns with that of all
-        trajectories, as the hierarchy blends contexts. 0 before any trajectory has finished.
+        """Expected generated tokens of a turn of this trajectory. Blends the mean of the trajectory's own turns with
+        the mean over all trajectories, as the hierarchy blends contexts. 0 before any trajectory has finished.
         """
         usual = self._hierarchy.turn_tokens
         if not usual:

@@ -148,8 +148,8 @@ class ReturnEvidence:
         return self._clock if newer == len(self._versions) else self._since[newer]
 
     def _new_row(self, context: Context) -> int:
-        """Assign a row to a new context: an empty row, or that of an evicted context, which is then listed in `_taken`.
-        The context becomes the most recently used.
+        """Assign a row to a new context: an empty row, or the row of an evicted context, which is then listed in
+        `_taken`. The context becomes the most recently used.
         """
         rows = self._rows
         if len(rows) < self.max_contexts:
@@ -195,8 +195,8 @@ class Running:
         self._places[trajectory_id] = _Place(own, marks, bin_)
 
     def reached(self, trajectory_id: str, tokens: int) -> None:
-        """Record that a trajectory has `tokens` generated and returned tokens. Ignored if it is not running, or if it
-        already had more.
+        """Record that a trajectory has `tokens` generated and returned tokens. Ignored if the trajectory is not
+        running, or already had more tokens.
         """
         place = self._places.get(trajectory_id)
         if place is None:

@@ -1,7 +1,7 @@
 """Rules that predict the final context from the prompt: by the rank of its length, or by ridge regression.
 
-In both rules, weights decay exponentially: a trajectory weighs `2 ** (-n / HALF_LIFE)` once n others have finished
-later.
+In both rules, weights decay exponentially: a trajectory weighs `2 ** (-n / HALF_LIFE)` after n later trajectories have
+finished.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Array = NDArray[np.float64]
 class QuantileMatch:
     """Maps a prompt length to the final context of the same rank among the latest trajectories.
 
-    A trajectory weighs `2 ** (-n / half_life)` once n others have finished later. Only the latest `kept` are stored.
+    A trajectory weighs `2 ** (-n / half_life)` after n later trajectories have finished. Only the latest `kept` are
+    stored.
     """
 
     def __init__(self, kept: int = KEPT, half_life: float = HALF_LIFE, pairs: Iterable[tuple[int, int]] = ()) -> None:
@@ -63,9 +64,9 @@ class QuantileMatch:
     def match(self, prompt_tokens: int) -> int | None:
         """Final context in tokens for a prompt of this length; None before any trajectory.
 
-        The rank of a prompt is the share of shorter prompts plus half the share of equal ones. So if all prompts are
-        equally long, every match is the median. The match is the smallest final context with at least this share of
-        trajectories at or below it. O(log kept), and O(kept log kept) for the first call after an `add`.
+        The rank of a prompt is the share of shorter prompts plus half the share of equally long prompts. So if all
+        prompts are equally long, every match is the median. The match is the smallest final context with at least this
+        share of trajectories at or below it. O(log kept), and O(kept log kept) for the first call after an `add`.
         """
         if not self._added:
             return None
@@ -165,9 +166,9 @@ class Ridge:
 
 
 def features(prompt_tokens: int, task: str, earlier: float | None) -> Array:
-    """Features of a prompt: 1, the log of its length, the square of this log, whether it has earlier samples, their
-    mean log final context (0 without samples), and its task. Logs are natural, of K tokens (1,024). An empty `task`
-    means no task.
+    """Features of a prompt: 1, the log of its length, the square of this log, whether the prompt has earlier samples,
+    the mean log final context of these samples (0 without samples), and the prompt's task. Logs are natural, of K
+    tokens (1,024). An empty `task` means no task.
     """
     x = np.zeros(FEATURES)
     length = log_k(prompt_tokens)

@@ -146,7 +146,7 @@ class Hierarchy:
 
 
 def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]]:
-    """Contexts at the start and after each tool return, with the tokens that remained then."""
+    """Contexts at the start and after each tool return, each time with the tokens that remained at that point."""
     starts = trajectory.contexts()
     recent: tuple[ToolState, ...] = ()
     for returns, (number, state, remaining) in enumerate(remainders(trajectory)):
@@ -156,7 +156,7 @@ def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]
 
 
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:
-    """Share of the visits in each bin."""
+    """Share of a context's visits by bin. `bins` has the bin of each visit."""
     visits = len(bins)
     shares = dict.fromkeys(bins, 1 / visits)
     if len(shares) == visits:

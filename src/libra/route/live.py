@@ -102,7 +102,8 @@ class LivePolicy(Policy, Generic[L]):
 
 class StickyPolicy(LivePolicy[L]):
     """A rule with optional prefix affinity. With `sticky`, a later turn goes to the instance with its prefix if
-    possible. A rule with state beyond that of its trajectories saves it in `_rule` and restores it in `_resume_rule`.
+    possible. A rule that has more state than the state of its trajectories returns this further state from `_rule`, and
+    restores it in `_resume_rule`.
     """
 
     REASON: ClassVar[str]  # reason of a placement that does not follow a prefix

@@ -72,7 +72,8 @@ class WatchedInstance(Instance, Protocol):
 
     def watch(self, changed: Callable[[], object]) -> bool:
         """Call `changed` on every change of the load from now on, instead of an earlier callback. Returns False if
-        callers must read the instance each time: it cannot report changes, or its `recall_rate` may be above 0.
+        callers must read the instance each time, since the instance cannot report changes, or since its `recall_rate`
+        may be above 0.
         """
 
 

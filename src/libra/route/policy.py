@@ -60,7 +60,7 @@ class Fleet(Protocol):
     """The instances to which a request may go, without unhealthy or stopping instances.
 
     A policy reads the fleet during one call and keeps no reference to it. So a fleet may be a live object whose
-    instances change between calls. If instances change concurrently and copying is cheap, it may be a `View`.
+    instances change between calls. If instances change concurrently and copying is cheap, a fleet may be a `View`.
     """
 
     @property
@@ -183,8 +183,8 @@ class Policy(Protocol):
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         """Place a turn that does not follow a tool return: the first turn, or a turn that must be placed again.
 
-        Returns None if no healthy instance has room for the turn now; the caller waits and calls `place` again. It also
-        does so after None from `tool_returned`, since the caller passes each tool return only once.
+        Returns None if no healthy instance has room for the turn now; the caller waits and calls `place` again. The
+        caller also calls `place` after None from `tool_returned`, since it passes each tool return only once.
         """
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
@@ -206,7 +206,8 @@ class Policy(Protocol):
         """Drop the state of an abandoned trajectory without learning from it; no error if it was never placed."""
 
     def instance_gone(self, instance: str) -> None:
-        """Note that an instance has stopped. Its prefixes are lost, even if an instance with the same name returns."""
+        """Record that an instance has stopped. Its prefixes are lost, even if an instance with the same name
+        returns."""
 
     def snapshot(self) -> dict[str, Any]:
         """All state as JSON values, with a format number. The value shares no object with the policy."""

@@ -195,7 +195,8 @@ class PublishedCMLFQ(LivePolicy[_Live]):
     """The `cmlfq-published` policy.
 
     A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
-    in the causal tree. It migrates when the mean and the P90 of its remaining tokens fit the same other bucket.
+    in the causal tree. The trajectory migrates when the mean and the P90 of its remaining tokens fit the same other
+    bucket.
 
     The rule assigns buckets by the remainder, while the limits of a fleet are final contexts. So a bucket's limit on
     the remainder is its limit minus the mean prompt of the finished trajectories. At the start of a trajectory, the

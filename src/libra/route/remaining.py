@@ -73,7 +73,7 @@ class Remaining:
 
     def after(self, tokens: float) -> Remaining:
         """The remaining tokens after `tokens` more tokens, if the trajectory continues beyond them. Without evidence of
-        longer lengths, it is assumed to need about as many tokens again.
+        longer lengths, about as many tokens are assumed to remain as have passed since the start of the distribution.
         """
         past = self._past + tokens
         before, reach = self._raw(past)
@@ -85,11 +85,12 @@ class Remaining:
         return later
 
     def beyond(self, tokens: float) -> float:
-        """Probability that more than `tokens` remain."""
+        """Probability that more than `tokens` tokens remain."""
         return self.cut(tokens)[1]
 
     def cut(self, tokens: float) -> tuple[float, float]:
-        """Mean of the remaining tokens, capped at `tokens`, and the probability that more remain."""
+        """Mean of the remaining tokens, each length capped at `tokens`, and the probability that more than `tokens`
+        tokens remain."""
         if tokens <= 0:
             return 0.0, 1.0
         before, reach = self._raw(self._past + tokens)
@@ -121,7 +122,7 @@ class Remaining:
         return probability, passed / probability if probability > 0 else 0.0
 
     def quantile(self, q: float) -> float:
-        """Quantile `q` (0 to 1) of the tokens."""
+        """Quantile `q` (0 to 1) of the remaining tokens."""
         if not 0 <= q <= 1:
             raise ValueError(f"q is {q}; a share lies between 0 and 1")
         wanted = (1 - q) * self._past_reach

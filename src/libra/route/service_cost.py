@@ -73,9 +73,9 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: flo
     is present and has room for the tokens; ties by id. O(instances), unless the fleet is indexed (`loads_of`).
 
     An instance reports its seconds for all accepted work. An instance without a report is assumed to need
-    `TOKEN_SECONDS` at the mean load of these instances. When idle it is assumed to need half of that, and for each
-    further mean load half more. A turn's wait for its prompt is divided among its tokens, `turn_tokens` on average. If
-    `turn_tokens` is 0, the number is unknown, and the wait does not count.
+    `TOKEN_SECONDS` per token at the mean load of these instances, half of `TOKEN_SECONDS` when idle, and half of
+    `TOKEN_SECONDS` more for each further mean load. A turn's wait for its prompt is divided among its tokens,
+    `turn_tokens` on average. If `turn_tokens` is 0, the number is unknown, and the wait does not count.
 
     The limit of a bucket is not enforced: an instance serves any context that fits into its memory. A turn that exceeds
     the limit leaves the bucket only if another instance is expected to serve it sooner. If every such turn had to
@@ -154,7 +154,8 @@ def cheapest(
     migration: MigrationCost,
     turn_tokens: float,
 ) -> Offer:
-    """The cheapest of one or more offers. Ties go to `home`, which has the prefix, and otherwise by load and id.
+    """The cheapest of one or more offers. Ties go to `home`, the offer of the instance with the prefix. Other ties go
+    to the lower load, then to the lower id.
 
     A first placement compares the offers over all remaining tokens. A move is compared over one turn of `turn_tokens`
     tokens, the trajectory's own mean, since loads change and the next tool return allows another move.

@@ -78,7 +78,7 @@ class Connections:
         return True
 
     def begin(self, connection: web.RequestHandler) -> None:
-        """Note that a request of this connection is in flight."""
+        """Mark the connection as busy with a request."""
         self.idle.pop(connection, None)
         self.busy[connection] = 0
 
@@ -92,7 +92,7 @@ class Connections:
         return True
 
     def end(self, connection: web.RequestHandler) -> None:
-        """Note that the request of this connection is no longer in flight."""
+        """Mark the connection as idle, since its request has ended."""
         self.body_bytes -= self.busy.pop(connection)
         if connection.transport is not None:  # otherwise the connection was lost
             self.idle[connection] = None

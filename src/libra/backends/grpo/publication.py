@@ -186,11 +186,12 @@ class StateBoard(_Map):
         slot["number"] = update.number  # last, since it makes the slot valid
 
     def mirror(self, mirrored: bool) -> None:
-        """Start or stop copying to shared memory for a joiner. Here it does nothing: the state is always there."""
+        """Start or stop copying to shared memory for a joiner. Does nothing in this class, since the state is always in
+        shared memory."""
 
     @property
     def host_vectors(self) -> list[Vector]:
-        """Memory for a state of another replica, which `upload_state` then makes the state of this one."""
+        """Memory for a state of another replica, which `upload_state` then makes the state of this replica."""
         return self._vectors
 
     def upload_state(self) -> None:

@@ -254,7 +254,7 @@ class Relay:
 
 
 def serve(stream: StateStream, publication: SharedPublication) -> None:
-    """Answer a reader's requests until it leaves, which raises `OSError`."""
+    """Answer a reader's requests. Raises `OSError` when the reader leaves."""
     while True:
         request = stream.receive(RelayRequest, IDLE_SECONDS)
         match request.what:

@@ -145,9 +145,9 @@ class Trainers:
         return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
-        """Admit a started replica while the others continue. It follows a core until it has the same state, and
-        contributes from the next step on. Returns the seconds that a step waited for it to enter. Raises `JoinError`,
-        and its process is then ended, or `WorkerLostError` if it is lost."""
+        """Admit a started replica while the others continue. The replica follows a core until it has the same state,
+        and contributes from the next step on. Returns the seconds that a step waited for the replica to enter. Raises
+        `JoinError` after declaring the replica lost, and `WorkerLostError` if the replica is lost."""
         async with self._changing:
             try:
                 return await Joiner(replica, core, self._members, self.boundary, self._step_seconds).join()

@@ -48,7 +48,7 @@ class _TornError(CopyError):
 
 
 class _Place:
-    """A place for one node, and the node that is there now."""
+    """A place for one node, and the node that occupies the place now."""
 
     def __init__(self, number: int) -> None:
         self.number = number

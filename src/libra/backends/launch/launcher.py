@@ -43,7 +43,7 @@ class WorkerLink:
 
     @property
     def own_cores(self) -> tuple[int, ...]:
-        """Cores on which it computes: that of its slot, or all if it has a GPU."""
+        """Cores on which the worker computes: the core of its slot, or all cores if the worker has a GPU."""
         return (self.core,) if self.device == CPU else self.cores
 
 

@@ -21,7 +21,8 @@ class EngineLoan(Protocol):
         ...
 
     def rest(self) -> float | None:
-        """Note that the engine has no turns. Returns the seconds after which to call `settle` anyway; None: no need."""
+        """Record that the engine has no turns. Returns the seconds after which to call `settle` anyway; None: no
+        need."""
         ...
 
     @property
@@ -43,5 +44,5 @@ class EngineLoan(Protocol):
         ...
 
     def trained(self) -> None:
-        """Note that the weights of another training step have arrived."""
+        """Record that the weights of another training step have arrived."""
         ...

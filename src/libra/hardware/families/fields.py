@@ -55,7 +55,7 @@ class Fields:
         return ValueError(f"{self.path}{field}: {text}")
 
     def first(self, *names: str) -> str:
-        """The first of these names whose field is present; if none is, the first name."""
+        """The first of these names whose field is present; if no field is present, the first name."""
         found = [name for name in names if self.given(name)]
         return found[0] if found else names[0]
 

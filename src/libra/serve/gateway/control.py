@@ -104,7 +104,7 @@ class Control:
         return web.json_response({"world_size": sum(await self._sizes(request))})
 
     async def init_weight_transfer(self, request: web.Request) -> web.Response:
-        """Have each engine join the trainer's group, with ranks that follow those of the engines before it."""
+        """Have each engine join the trainer's group, with ranks that follow the ranks of the engines before it."""
         body = await self._body(request)
         try:
             info = decoded(_init, body or b"").init_info

@@ -69,9 +69,9 @@ class TrajectoryEnds:
         return trajectory
 
     def finish_session(self, id: str) -> int:
-        """End a trajectory whose client reports no outcome. If its last turn is in flight, it ends after that turn. If
-        its last turn got no answer, it is kept as unfinished. Returns the number of its answered turns. Raises
-        `DiskError`."""
+        """End a trajectory whose client reports no outcome. If its last turn is in flight, the trajectory ends after
+        that turn. If its last turn got no answer, the trajectory is kept as unfinished. Returns the number of the
+        trajectory's answered turns. Raises `DiskError`."""
         turns = self.trajectories.answered_turns(id)
         if self.trajectories.is_in_flight(id):
             self._ending.add(id)
@@ -86,7 +86,7 @@ class TrajectoryEnds:
         return turns
 
     def turn_over(self, id: str) -> None:
-        """Note the end of a turn. If the client has ended the trajectory meanwhile, end it now."""
+        """Handle the end of a turn. If the client ended the trajectory during the turn, the trajectory ends now."""
         if id in self._ending and not self.trajectories.is_in_flight(id):
             self._ending.discard(id)
             try:
@@ -99,7 +99,8 @@ class TrajectoryEnds:
         return self._leave(id, End.FORGOTTEN, None)
 
     def expire(self, id: str) -> None:
-        """Give up a trajectory that its client does not finish. If it cannot be kept now, a later call gives it up."""
+        """Give up a trajectory that its client does not finish. If the trajectory cannot be kept now, a later call
+        gives the trajectory up."""
         bound = self.trajectories.so_far(id)
         if bound is not None:
             try:

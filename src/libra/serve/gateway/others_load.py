@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.5  # between two queries; turns take seconds
 
 class OthersLoad:
     """Queries the engines' queues while `follow` runs. `contexts` returns the contexts of the gateway's trajectories,
-    in tokens; without any, `usual` tokens are assumed."""
+    in tokens; without such contexts, `usual` tokens are assumed for each request."""
 
     def __init__(
         self, upstreams: Upstreams, client: EngineClient, contexts: Callable[[], Sequence[int]], usual: int

@@ -1,7 +1,7 @@
 """The live page of a gateway, on a port of its own at 127.0.0.1.
 
 Invariant: the gateway's event loop only copies values. A separate process renders the page from the copy, and only
-while a browser shows the page. Engines are queried for their gauges only then, too.
+while a browser shows the page. Engines are queried for their gauges only while a browser shows the page.
 """
 
 from __future__ import annotations

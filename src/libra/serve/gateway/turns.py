@@ -199,8 +199,8 @@ class Turns:
             self.health.doubt(engine)
 
     def _blame(self, engine: Upstream, failing: list[Upstream]) -> None:
-        """Note that `engine` served a turn that the `failing` engines failed. Without an engine that serves it, the
-        turn itself may be the cause."""
+        """Count a failure of each of the `failing` engines, since `engine` served the turn that they failed. A turn
+        that no engine serves is not counted, since the turn itself may be the cause."""
         engine.served()
         for other in failing:
             if other.strike():

@@ -1,10 +1,10 @@
 """Sessions without a name: a prompt belongs to the session whose last prompt and answer it continues.
 
-Invariant: if a prompt continues several sessions, it gets the session with the longest last prompt, and among equals
-that with the longest answer. If several sessions match and no answer distinguishes them, it gets none, so a turn never
-counts for another session. Two sessions with the same prompt and the same answer have the same history, so either may
-continue. There are never more than `most` sessions; each takes a kilobyte at most, whatever its prompts. A search
-hashes the prompt once, by blocks.
+Invariant: if a prompt continues several sessions, the prompt gets the session with the longest last prompt; if several
+last prompts are equally long, the session with the longest answer. If several sessions match and no answer
+distinguishes them, the prompt gets no session, so a turn never counts for another session. Two sessions with the same
+prompt and the same answer have the same history, so either may continue. There are never more than `most` sessions;
+each takes a kilobyte at most, whatever its prompts. A search hashes the prompt once, by blocks.
 """
 
 from __future__ import annotations

@@ -90,11 +90,12 @@ class Upstream(LiveServer):
         return len(self.attempts)
 
     def served(self) -> None:
-        """Note that the engine served a turn."""
+        """Record that the engine served a turn."""
         self._strikes = 0
 
     def strike(self) -> bool:
-        """Note that another engine served a turn that this one failed. Returns True if this one must leave service."""
+        """Count a turn that this engine failed and another engine served. Returns True if this engine must leave
+        service."""
         self._strikes += 1
         if self._strikes < STRIKES:
             return False
@@ -138,7 +139,7 @@ class Attempt:
         await self._scope.__aexit__(kind, error, trace)
 
     def touch(self) -> None:
-        """Note that the engine has just sent part of the turn."""
+        """Record that the engine has just sent part of the turn."""
         self.last_byte = self.engine.last_byte = self._now()
 
     def abort(self, failure: TurnFailure) -> None:
@@ -158,7 +159,7 @@ class TurnFleet:
 
 
 class Upstreams:
-    """All engines, and those of them that are in service."""
+    """All engines, and the engines in service."""
 
     def __init__(self, sections: Iterable[UpstreamSection], limits: tuple[int, ...] | None) -> None:
         self._paces = ServerPaces()
@@ -203,7 +204,7 @@ class Upstreams:
         self.refresh()
 
     def mark_healthy(self, engine: Upstream) -> None:
-        """Put an engine in service, if it is not."""
+        """Put an engine in service; no effect if the engine is in service already."""
         problem, engine.problem = engine.problem, None
         if engine.healthy:
             return

@@ -143,7 +143,7 @@ _sglang = msgspec.json.Decoder(_SGLangAnswer | list[_SGLangAnswer])
 
 
 class SGLangReader(_WholeReader):
-    """Reader of SGLang's /generate, where each event reports the tokens of its sample up to then."""
+    """Reader of SGLang's /generate, where each event reports all tokens of its sample up to this event."""
 
     def __init__(self) -> None:
         self._by_sample: dict[int, Usage] = {}

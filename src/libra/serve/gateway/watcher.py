@@ -74,8 +74,8 @@ class Watcher:
         word."""
 
     def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
-        """Called when a trajectory has ended, or a turn without one. `trajectory` is None if nothing is known about
-        it."""
+        """Called when a trajectory has ended, or a turn that belongs to no trajectory. `trajectory` is None if nothing
+        is known about it."""
 
 
 class Watchers(Watcher):

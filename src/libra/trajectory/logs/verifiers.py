@@ -81,7 +81,7 @@ def _call(trace: LogEntry, call: LogEntry, following: LogEntry) -> ModelCall:
 
 
 def _tool(trace: LogEntry, following: LogEntry) -> str:
-    """Name of the tool whose return precedes a call: that of the parent of the call's node."""
+    """Name of the tool whose return precedes a call: the tool of the parent of the call's node."""
     nodes = trace.entries("nodes")
     at = following.fields.get("node")
     parent = nodes[at].fields.get("parent") if isinstance(at, int) and 0 <= at < len(nodes) else None
