@@ -9,7 +9,7 @@ from libra.hardware.model import ModelSpec
 
 
 def unmeasured(model: ModelSpec) -> str | None:
-    """Note that names the kinds of mixers whose times come from FLOPs and bytes alone; None without such mixers."""
+    """Record that names the kinds of mixers whose times come from FLOPs and bytes alone; None without such mixers."""
     names = sorted({name for kind in model.kinds if kind.mixer and (name := _name(kind.mixer)) is not None})
     if not names:
         return None

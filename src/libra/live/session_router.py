@@ -96,7 +96,7 @@ class SessionRouter:
         self._refresh()
 
     def prefixes_lost(self) -> None:
-        """Note that all prefixes are lost, as after new weights; turns may go to any server."""
+        """Record that all prefixes are lost, as after new weights; turns may go to any server."""
         for id in self._servers:
             self._policy.instance_gone(id)
 

@@ -125,12 +125,12 @@ class Trajectories:
         return turn, ToolReturn(last.tool, last.status, last.returned_tokens)
 
     def placed(self, turn: TurnRequest) -> None:
-        """Note that the policy has placed the turn."""
+        """Record that the policy has placed the turn."""
         if (live := self._of(turn)) is not None:
             live.placed = True
 
     def answered(self, turn: TurnRequest, context: int, generated: int, now: float) -> None:
-        """Note that the turn was answered, with `context` prompt tokens and `generated` generated tokens."""
+        """Record that the turn was answered, with `context` prompt tokens and `generated` generated tokens."""
         if (live := self._of(turn)) is None:
             return
         self._live[turn.trajectory_id] = self._live.pop(turn.trajectory_id)
@@ -139,7 +139,7 @@ class Trajectories:
         live.context, live.generated, live.in_flight, live.touched = context + generated, generated, None, now
 
     def failed(self, turn: TurnRequest) -> None:
-        """Note that the turn was not answered; it will begin again."""
+        """Record that the turn was not answered; it will begin again."""
         if (live := self._of(turn)) is not None:
             live.in_flight = None
 

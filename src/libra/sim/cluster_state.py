@@ -269,7 +269,7 @@ class ClusterState:
             self._deciding.add(engine.index)
 
     def ended(self, request: Request) -> None:
-        """Note that a request is finished, cancelled or refused, and submit the request that the workload makes
+        """Record that a request is finished, cancelled or refused, and submit the request that the workload makes
         then."""
         for placer in self.frontend.placers:
             placer.ended(request)

@@ -36,13 +36,13 @@ class Host(Protocol):
         """Cancel a request at `tick`."""
 
     def changed(self, engine: SimEngine, sooner: bool) -> None:
-        """Note that an engine may have to plan again. `sooner`: its present plan ends earlier than before."""
+        """Record that an engine may have to plan again. `sooner`: its present plan ends earlier than before."""
 
     def look_at(self, engine: SimEngine) -> None:
-        """Note that an engine with nothing to plan has released blocks."""
+        """Record that an engine with nothing to plan has released blocks."""
 
     def ended(self, request: Request) -> None:
-        """Note that a request has finished, or was cancelled or refused."""
+        """Record that a request has finished, or was cancelled or refused."""
 
 
 class Frontend:
@@ -87,7 +87,7 @@ class Frontend:
         self.unplaced.clear()
 
     def refreshed(self) -> None:
-        """Note that weights were updated and contexts will be recomputed."""
+        """Record that weights were updated and contexts will be recomputed."""
         if self._handovers is not None:
             self._handovers.refreshes += 1
 
@@ -130,7 +130,7 @@ class Frontend:
             self.host.at(handover.end, lambda _: self._received(handover))
 
     def finished(self, request: Request, now: int) -> bool:
-        """Note that an engine has finished a request. Returns whether the workload's request has ended with it."""
+        """Record that an engine has finished a request. Returns whether the workload's request has ended with it."""
         # If the request was cancelled during its last iteration, its caller has already continued.
         return request.cancel_at is None or request.cancel_at >= now
 
@@ -168,7 +168,7 @@ class Frontend:
         self.host.submit(request)
 
     def closed(self, engine: SimEngine, now: int) -> None:
-        """Note that an engine has stopped and will not start again."""
+        """Record that an engine has stopped and will not start again."""
 
     def under_way(self) -> Sequence[Request]:
         """Requests that are on no engine as a whole, but have a part on one."""

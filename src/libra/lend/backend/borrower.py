@@ -171,7 +171,7 @@ class GatedBorrower:
         return self.serving_steps.seen < self.serving_steps.needed
 
     def rest(self) -> None:
-        """Note that the engine has no work, so that serving leaves no time for it."""
+        """Record that the engine has no work, so that serving leaves no time for it."""
         self._token.wish(0.0)
         self._learn()
         self._say("")

@@ -137,7 +137,7 @@ class BorrowingEngine:
         return self._borrower.step(self._steps)
 
     def rest(self) -> float | None:
-        """Note that there are no turns. Returns the seconds after which to call `settle`: to return memory, to check
+        """Record that there are no turns. Returns the seconds after which to call `settle`: to return memory, to check
         whether lending has resumed, or to read the times of serving's steps. None: no such call is needed.
         """
         self._since = None
@@ -166,7 +166,7 @@ class BorrowingEngine:
         return LoanState(self._told, self._wanted, tally.lent, tally.grants, tally.overstayed)
 
     def trained(self) -> None:
-        """Note that the weights of another training step have arrived."""
+        """Record that the weights of another training step have arrived."""
         if self._memory is not None:
             self._memory.trained()
 

@@ -40,8 +40,8 @@ class LenderToken:
         self._page.fields.lease = until
 
     def borrower_gone(self) -> None:
-        """Note that the borrower has ended and neither has nor requests KV memory. A killed borrower cannot report this
-        itself."""
+        """Record that the borrower has ended and neither has nor requests KV memory. A killed borrower cannot report
+        this itself."""
         self._page.fields.kv_asked = self._page.fields.kv_held = 0
 
     def about(self) -> EngineFacts:

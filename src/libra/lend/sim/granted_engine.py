@@ -88,7 +88,7 @@ class LenderDevice:
         return answer
 
     def used(self, end: int) -> None:
-        """Note that rollout had the device until `end`."""
+        """Record that rollout had the device until `end`."""
         if self.watch is not None:
             self.watch.used(self.at, end)
         self.lent += end - self.at

@@ -59,7 +59,7 @@ class KVLoan:
         return self.own * self._terms.rollout
 
     def served(self, free: int) -> None:
-        """Note that a serving step leaves `free` blocks free, ceded or not. The step takes back ceded blocks that it
+        """Record that a serving step leaves `free` blocks free, ceded or not. The step takes back ceded blocks that it
         uses."""
         if free < self.ceded:
             self.ceded = free

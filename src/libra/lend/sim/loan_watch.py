@@ -48,7 +48,7 @@ class LoanWatch:
         self._grants.append(GrantSpan(seconds(start), seconds(end), granted))
 
     def served(self, start: int, end: int, sequences: int, margin: float) -> None:
-        """Note that serving had the device. Its smallest token margin was `margin` ticks; inf: no token was due."""
+        """Record that serving had the device. Its smallest token margin was `margin` ticks; inf: no token was due."""
         self._granted = 0.0
         known = None if margin == math.inf else margin / TICKS
         self._serving.append(ServingSpan(seconds(start), seconds(end), sequences, known))
@@ -57,7 +57,7 @@ class LoanWatch:
         self._recalls.append(RecallSpan(seconds(start), seconds(end), why))
 
     def has_memory(self, now: int, held: int) -> None:
-        """Note that rollout has `held` bytes of KV memory from `now` on."""
+        """Record that rollout has `held` bytes of KV memory from `now` on."""
         if not self._quotas or self._quotas[-1][1] != held:
             self._quotas.append((seconds(now), held))
 

@@ -124,7 +124,7 @@ class ServingTenant:
         return self._made(now, engine.end)
 
     def uncover(self) -> None:
-        """Note that the load is outside its envelope: no certificate covers the present requests."""
+        """Record that the load is outside its envelope: no certificate covers the present requests."""
         self.uncovered.update(it.number for it in self._waiting)
         self.uncovered.update(it.number for it in self._decoding)
 
@@ -142,7 +142,7 @@ class ServingTenant:
         return end
 
     def _served(self, finished: Sequence[Request], steps: int, now: int) -> None:
-        """Note that `steps` steps have ended: each decoding request has `steps` tokens more."""
+        """Record that `steps` steps have ended: each decoding request has `steps` tokens more."""
         self.made += steps
         ended = set(finished)
         for request in [it for it in self._waiting if it.first_token is not None]:

@@ -116,7 +116,7 @@ class Feed:
         return True
 
     def lost(self, number: int, have: int) -> None:
-        """Note that the node's own mirror could not use a chunk. The feed continues from the mirror's version `have`.
+        """Record that the node's own mirror could not use a chunk. The feed continues from the mirror's version `have`.
 
         A reader that needs an older version gets the whole chunk."""
         self.newest[number] = have

@@ -84,7 +84,7 @@ class Mirror:
         return True
 
     def confirm(self, complete: Complete) -> None:
-        """Note that a sender has published a version in these chunks."""
+        """Record that a sender has published a version in these chunks."""
         span = slice(complete.start, complete.stop)
         self._confirmed[span] = np.maximum(self._confirmed[span], complete.version)
         if complete.checksum is not None:

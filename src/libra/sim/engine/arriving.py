@@ -89,7 +89,7 @@ def start_load(state: EngineState, request: Request) -> Answer:
 
 
 def _arrives(state: EngineState, request: Request, found: int, tokens: int) -> None:
-    """Note that KV of `tokens` tokens is in transfer, except for the `found` blocks."""
+    """Record that KV of `tokens` tokens is in transfer, except for the `found` blocks."""
     request.written = found
     request.target = tokens
     request.reserves = True

@@ -137,7 +137,7 @@ class BlockPool:
         return tokens
 
     def new_step_starts(self) -> None:
-        """Note that an iteration is scheduled."""
+        """Record that an iteration is scheduled."""
 
     def hold(self, path: Path, blocks: int) -> None:
         """Hold the first `blocks` blocks of a context. These blocks were found."""

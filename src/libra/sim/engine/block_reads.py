@@ -48,27 +48,27 @@ class BlockReads:
             self.reading[block] = left
 
     def fence(self, request: Request, blank: int) -> None:
-        """Note that a request is about to release blocks that are read but not findable. They become blank, on top of
+        """Record that a request is about to release blocks that are read but not findable. They become blank, on top of
         the present `blank` blocks, and the request's last block is reused first."""
         self.fenced += [(blank + number - request.written, block) for number, block in self.unwritten.pop(request)]
 
     def give_blank(self, left: int) -> None:
-        """Note that blank blocks are reused; `left` of them remain."""
+        """Record that blank blocks are reused; `left` of them remain."""
         while self.fenced and self.fenced[-1][0] >= left:
             self.give_block(self.fenced.pop()[1])
 
     def give(self, owner: Owner | None, low: int, high: int) -> None:
-        """Note that the blocks from `low` to `high` of an owner are reused."""
+        """Record that the blocks from `low` to `high` of an owner are reused."""
         for block in [it for it in self.reading if isinstance(it, tuple) and it[0] is owner and low <= it[1] < high]:
             self.given[block] = self.reading.pop(block)
 
     def give_block(self, block: Block) -> None:
-        """Note that one block, which may still be read, is reused."""
+        """Record that one block, which may still be read, is reused."""
         if block in self.reading:
             self.given[block] = self.reading.pop(block)
 
     def rename(self, block: Block, name: Block) -> None:
-        """Note that the further copy `block` becomes the owner's block `name`."""
+        """Record that the further copy `block` becomes the owner's block `name`."""
         if block in self.reading:
             self.reading[name] = self.reading.pop(block)
 

@@ -36,7 +36,7 @@ class BlockCopies:
         self.own: dict[Request, list[Run]] = {}  # copies that a request holds although another copy can be found
 
     def add(self, request: Request, owner: Owner, block: int) -> None:
-        """Note that a request has computed a block that was known already."""
+        """Record that a request has computed a block that was known already."""
         copy = Run(owner, block, block + 1, 1)
         self.own.setdefault(request, []).append(copy)
         self.further.setdefault(owner, {}).setdefault(block, []).append(copy)

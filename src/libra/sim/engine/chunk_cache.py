@@ -119,11 +119,11 @@ class ChunkCache(ABC):
 
     @abstractmethod
     def _miss(self, keys: Sequence[Key]) -> None:
-        """Note that a request wants to write missing chunks."""
+        """Record that a request wants to write missing chunks."""
 
     @abstractmethod
     def _use(self, keys: Sequence[Key], access: Access) -> None:
-        """Note that a request that used `keys` has ended. The last chunks of its context are first in `keys`."""
+        """Record that a request that used `keys` has ended. The last chunks of its context are first in `keys`."""
 
     @abstractmethod
     def _victims(self, count: int, spared: Collection[Key]) -> list[Key] | None:

@@ -145,7 +145,7 @@ class SimEngine(EngineState):
         return cut_to(self, steps)
 
     def pull_ended(self, request: Request, now: int, failure: str | None = None, *, first_token: bool = False) -> bool:
-        """Note that the KV of a request's prompt has arrived, possibly with the request's first token; or that the
+        """Record that the KV of a request's prompt has arrived, possibly with the request's first token; or that the
         transfer has failed, for the reason `failure`. The engine sees this at the end of the current iteration; it then
         frees the blocks of a request that was cancelled meanwhile."""
         self.notices.append(PullEnd(request, failure, first_token))
@@ -180,7 +180,7 @@ class SimEngine(EngineState):
         return new * self.config.block_size
 
     def tier_changed(self, now: int) -> bool:
-        """Note that another engine has begun a transfer in a shared tier: waiting requests are looked up again."""
+        """Record that another engine has begun a transfer in a shared tier: waiting requests are looked up again."""
         tiers = self.tiers
         return tiers is not None and bool(tiers.watched or tiers.failed) and cut_stretch(self, now)
 

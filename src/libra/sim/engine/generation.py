@@ -88,8 +88,8 @@ class Generation(ABC):
         return request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest
 
     def rest(self, requests: Iterable[Request]) -> None:  # noqa: B027
-        """Note that no iteration is in flight, so that all tokens are known when the next one is scheduled. `requests`
-        are all generating requests."""
+        """Record that no iteration is in flight, so that all tokens are known when the next one is scheduled.
+        `requests` are all generating requests."""
 
     # Iterations
 

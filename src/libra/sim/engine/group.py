@@ -98,7 +98,7 @@ class RankGroup:
             rank.pieces = after(self._pieces, -done) if self.busy else [(0, self.start, UNLIMITED, 0)]
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """Note that the rank has counted `steps` more ended iterations."""
+        """Record that the rank has counted `steps` more ended iterations."""
         rank = cast("Rank", state)
         rank.begin += steps
         rank.pieces = after(self._pieces, rank.begin - self.iteration)
@@ -139,7 +139,7 @@ class RankGroup:
         return True
 
     def planned(self, rank: Rank) -> None:
-        """Note that a rank has planned, at the current boundary."""
+        """Record that a rank has planned, at the current boundary."""
         self.due, self.planning, rank.fresh = True, False, True
         self._until[rank.place] = UNLIMITED  # until something limits it, or it departs
         self._fresh.append(rank)

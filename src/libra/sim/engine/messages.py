@@ -31,7 +31,7 @@ class PullEnd:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Note that no engine will pull the KV of this request any more."""
+    """Record that no engine will pull the KV of this request any more."""
 
     request: Request
 

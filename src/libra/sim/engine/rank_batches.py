@@ -130,7 +130,7 @@ class RankBatches:
         return bool(work.context == self._contexts[place] + self._growths[place])
 
     def advance(self, steps: int) -> None:
-        """Note that `steps` iterations have ended."""
+        """Record that `steps` iterations have ended."""
         self._contexts += self._growths * steps
         self._done += steps
 

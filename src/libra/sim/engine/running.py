@@ -289,7 +289,7 @@ def tell_first_token(request: Request, now: int) -> None:
 
 
 def tell_asked(state: EngineState, request: Request, generated: int) -> None:
-    """Note that a request has generated its `ask_at` tokens, or more of them with drafts."""
+    """Record that a request has generated its `ask_at` tokens, or more of them with drafts."""
     request.generated, request.ask_at = generated, None
     state.asked.append(request)
 

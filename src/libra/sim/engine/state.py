@@ -47,7 +47,7 @@ class Clock(Protocol):
         ...
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """Note that the engine has counted `steps` more ended iterations."""
+        """Record that the engine has counted `steps` more ended iterations."""
         ...
 
     def cut(self, state: EngineState, now: int) -> bool:

@@ -33,7 +33,7 @@ class TierFetches:
         return sorted({request.number for request, _ in self._fetched})
 
     def note(self, request: Request, key: Key) -> None:
-        """Note that a request fetches a chunk."""
+        """Record that a request fetches a chunk."""
         self._again = self._again or (request, key) in self._fetched
         self._fetched.add((request, key))
 

@@ -204,7 +204,7 @@ class Tiers:
             self.transfers.store(store, now)
 
     def end(self, request: Request, computed: int) -> None:
-        """Note that a request ends, before its blocks are released. They have the KV of `computed` tokens."""
+        """Record that a request ends, before its blocks are released. They have the KV of `computed` tokens."""
         use = self._uses.get(request)
         if use is None or use.over:
             return
