@@ -141,7 +141,7 @@ class MadeUpEngine:
 def connect_made_up(
     name: str,
     capacity: int,
-    on_lost: Callable[[str, str], object],
+    on_lost: Callable[[str, str], None],
     on_recall: Callable[[EngineHandle], None] | None = None,
 ) -> tuple[EngineHandle, MadeUpEngine]:
     engine = MadeUpEngine(capacity)
