@@ -1,6 +1,6 @@
 """Every benchmark, what it shows and how long it takes: `python -m benchmarks --list`.
 
-Invariant: what a benchmark shows is the first line of its docstring.
+Invariant: the purpose of a benchmark is the first paragraph of its docstring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TIMES = {  # roughly, on two cores of a server; in brackets what it needs besides
     "disaggregation": "minutes",
-    "evaluation": "hours; what has finished is kept",
+    "evaluation": "hours; finished cells are kept",
     "fidelity": "a minute a kind of schedule (extra `cpu`)",
     "gateway": "7 minutes (21,000 open files)",
     "gpu": "a quarter of an hour by estimate (a GPU of 80 GB; minutes with `--dry-run`)",
@@ -40,19 +40,21 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--list", action="store_true", required=True, help="of all benchmarks, each with its command")
+    parser.add_argument(
+        "--list", action="store_true", help="the default: all benchmarks, each with its command, purpose and time"
+    )
     parser.parse_args(arguments)
     for name, takes in TIMES.items():
-        print(f"{name.replace('.', ' '):17} {takes}: {shown(name)}")
+        print(f"python -m benchmarks.{name}\n    {shown(name)}\n    Takes {takes}.")
     return 0
 
 
 def shown(name: str) -> str:
-    """First line of the docstring of a benchmark's module or package."""
+    """First paragraph of the docstring of a benchmark's module or package."""
     path = HERE.joinpath(*name.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n")[0]
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ class RefusedError(ValueError):
 
 def command_line(name: str, about: str | None, *, quick: str | None = None) -> argparse.ArgumentParser:
     """The parser of `python -m benchmarks.NAME`, with `--json`, and with `--quick` where its help is given. `about` is
-    the module's docstring, whose first line says what the benchmark shows."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(about or "").partition("\n")[0])
+    the module's docstring, whose first paragraph is the benchmark's purpose."""
+    purpose = " ".join((about or "").partition("\n\n")[0].split())
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=purpose)
     if quick is not None:
         parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows to FILE, a JSON line each")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +42,11 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 class _Commands(TyperGroup):
     """A group whose commands end with one line after an interruption or wrong arguments. Typer prints none, or five."""
 
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        for command in self.commands.values():
+            _tidy(command)
+
     def main(self, *args: Any, **keywords: Any) -> Any:
         alone = keywords.get("standalone_mode", True)
         try:
@@ -58,6 +64,18 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             end_interrupted()
+
+
+def _tidy(command: Any) -> None:
+    """Remove what misleads in Typer's help of a command: a type of options without a value, and a docstring's line
+    breaks, which Typer keeps after the first paragraph."""
+    for option in command.params:
+        if getattr(option, "is_bool_flag", False):
+            option.metavar = ""
+    paragraphs = cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    for each in getattr(command, "commands", {}).values():
+        _tidy(each)
 
 
 def _tell_usage(error: Any) -> int:
