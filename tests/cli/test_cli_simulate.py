@@ -580,7 +580,8 @@ def test_a_plan_refuses_a_log_that_its_engines_do_not_hold(plans: dict[str, Path
 
 def test_the_plan_of_a_machine_is_not_rehearsed(plans: dict[str, Path]) -> None:
     assert_refused(
-        libra("rehearse", plans["slots"], "-t", LOG), "the plan is for slots of one machine; plan for a cluster of GPUs"
+        libra("rehearse", plans["slots"], "-t", LOG),
+        "this plan is for the slots of one machine, but a plan for a cluster",
     )
 
 

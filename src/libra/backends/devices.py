@@ -119,7 +119,8 @@ def placed(gpus: Sequence[Gpu], slots: int, share: float, each: int) -> tuple[Sl
         )
         raise ConfigError(
             f"cluster.slots: {slots} slots of {each if each > 1 else f'{share:g}'} GPU are wanted, but {len(free)} free"
-            f" GPU(s) have room for {len(rooms)}{used}; use fewer slots, or a smaller cluster.share"
+            f" GPU(s) have room for {len(rooms)}{used}; use fewer slots, or a smaller"
+            f" {'cluster.gpus' if each > 1 else 'cluster.share'}{', or free the used GPUs' if used else ''}"
         )
     return tuple(SlotDevice("cuda", room, share) for room in rooms[:slots])
 

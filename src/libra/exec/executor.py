@@ -37,7 +37,8 @@ FAILURES = (*_GONE, WorkerFailedError)
 
 
 class Executor(Generic[Processes]):
-    """Moves workers between duties. `longest` are the engine shapes with contexts of `longest_context` tokens."""
+    """Moves workers between duties. `longest` has the shapes whose engines can hold contexts of `longest_context`
+    tokens."""
 
     def __init__(
         self,

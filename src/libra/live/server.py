@@ -41,8 +41,8 @@ class ServerPaces:
         return self._kinds.setdefault(kind, Pace(like=self._all))
 
     def observe(self, server: LiveServer, generated_tokens: int, took: Took, servers: Collection[LiveServer]) -> bool:
-        """Learn from an answered turn, and sometimes classify `servers` again by their paces. True: a class has
-        changed.
+        """Learn from an answered turn. After every `_TURNS` turns (or one per server, if that is more), classify
+        `servers` again by their paces. Returns whether a class has changed.
         """
         server.pace.observe(generated_tokens, took.seconds, took.load_tokens)
         self._turns += 1

@@ -1,6 +1,6 @@
-"""Requested and finished episodes, and the interface of their makers.
+"""Requested and finished episodes, and the interface `EpisodeMaker`.
 
-Invariant: the token lists of an episode have one entry per given or sampled token.
+Invariant: the token lists of an episode have one entry per token, sampled or not.
 """
 
 from __future__ import annotations

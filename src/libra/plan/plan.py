@@ -73,7 +73,10 @@ class Plan:
     def of_cluster(self) -> ClusterRequest:
         """The request of a plan for a cluster of GPUs. Raises ValueError if it is for slots of one machine."""
         if isinstance(self.request, SlotRequest):
-            raise ValueError("the plan is for slots of one machine; plan for a cluster of GPUs")
+            raise ValueError(
+                "this plan is for the slots of one machine, but a plan for a cluster of GPUs is needed: make one with"
+                " libra plan CLUSTER --model MODEL"
+            )
         return self.request
 
     @property

@@ -75,8 +75,8 @@ def group_size(rows: int, limit: int) -> int:
 
 
 def thin(rows: Sequence[tuple[float, ...]], limit: int) -> list[tuple[float, ...]]:
-    """At most `limit` rows; each is the column-wise mean of `group_size` consecutive rows, the last one of the
-    remaining rows.
+    """At most `limit` rows. Each is the column-wise mean of `group_size(len(rows), limit)` consecutive rows; the last
+    is the mean of the rows that remain.
 
     >>> thin([(0.0, 1.0), (1.0, 3.0), (2.0, 9.0)], 2)
     [(0.5, 2.0), (2.0, 9.0)]

@@ -21,7 +21,8 @@ MAX_STEPS = 60  # spans of a lane: more are narrower than a line
 
 
 def engine_lanes(outcome: SimulatedRun) -> Figure:
-    """A lane for the trainer and one for each engine: the stronger the colour of a step, the busier the engine."""
+    """A lane for the trainer and one for each engine, up to `MAX_ENGINES`. The stronger the colour of a step, the
+    busier the engine."""
     scale, unit = time_unit(outcome.seconds)
     colours = _colours(outcome.engines)
     by_engine = defaultdict[tuple[int, str], list[EngineSpan]](list)

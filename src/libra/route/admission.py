@@ -48,7 +48,10 @@ class Admission(Generic[Episode]):
 
     def start(self, group: str) -> None:
         if not self.may_start():
-            raise ValueError(f"group {group}: {self.in_flight} groups are in flight; finish one first")
+            raise ValueError(
+                f"group {group} cannot start: {self.in_flight} groups are in flight, the most that max_staleness"
+                f" {self.max_staleness} allows; publish the next version first"
+            )
         if group in self._groups:
             raise ValueError(f"group {group} was started before")
         self._groups[group] = _Group(self.published, self.group_size, [])

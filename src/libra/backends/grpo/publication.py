@@ -296,7 +296,8 @@ class SharedPublication(_Map):
         return False
 
     def state(self) -> State | None:
-        """The state without its vectors, to be read before the vectors; None during a change."""
+        """The state without its vectors; None during a change. A reader calls this first, copies the vectors, and then
+        checks `holds_state`."""
         sequence = int(self._sequence[0])
         if sequence % 2:
             return None

@@ -140,9 +140,9 @@ class SlotOffer:
 
 
 def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
-    """The node and number of each slot; a node gets at most `most` slots. It has one slot per GPU, or if no node has a
-    GPU, one slot per `share` of a core. Nodes without slots are left out, and the others are numbered in order. Raises
-    `LaunchError` if there is too little room.
+    """Place `slots` slots on the nodes, one on each node in turn. A node has room for one slot per GPU (if no node has
+    a GPU, per `share` of a core), and for at most `most` slots. Nodes that get no slot are left out; the others are
+    numbered in order. Raises `LaunchError` if there is too little room.
     """
     accelerated = any(offer.gpus >= 1 for offer in offers)
     rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]

@@ -255,7 +255,8 @@ class GrantedEngine(SimEngine):
         return True
 
     def _cut_run(self) -> None:
-        """Keep the planned iterations up to the first that would not get a grant."""
+        """Drop the planned iterations from the first one that would get no grant, or that would begin at or after
+        serving's next arrival. The first iteration always stays."""
         device, steps = self.device, 1
         following = device.tenant.next_arrival
         view = device.tenant.view(0)

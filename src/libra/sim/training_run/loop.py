@@ -180,9 +180,10 @@ class PosttrainingRun:
         assert isinstance(caller, EpisodeCaller)
         if request.status != "finished" or request.output_tokens != caller.call.output_tokens - caller.generated_before:
             raise ValueError(
-                f"trajectory {caller.trajectory.id}: a turn of {caller.call.output_tokens} tokens after"
-                f" {caller.call.context_tokens} ended with {request.generated} ({request.reason or request.status}):"
-                " no engine of the plan has room for the whole turn; plan again with this log"
+                f"trajectory {caller.trajectory.id}: a turn should generate {caller.call.output_tokens} tokens after a"
+                f" context of {caller.call.context_tokens}, but ended after {request.generated} tokens"
+                f" ({request.reason or request.status}): no engine of the plan has room for the whole turn; plan again"
+                " with this log"
             )
         if caller.last:
             self._complete(caller.trajectory, caller.group, now)

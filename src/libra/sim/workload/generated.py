@@ -133,7 +133,9 @@ class Agent:
         if not 1 <= self.mean_turns < math.inf:
             raise ValueError(f"mean_turns is {self.mean_turns}; set it to 1 or more, and finite")
         if not self.tools:
-            raise ValueError("tools is empty: give a tool or more; with mean_turns 1 no tool is called")
+            raise ValueError(
+                "tools is empty: give at least one tool; for an agent that calls none, also set mean_turns to 1"
+            )
         if self.max_context < 2:
             raise ValueError(f"max_context is {self.max_context}; give 2 or more, for a prompt and a generated token")
 
