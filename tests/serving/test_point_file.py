@@ -273,7 +273,7 @@ def test_what_a_file_cannot_say_is_refused_by_name(tmp_path: Path) -> None:
     candidate = pools(generator, EngineSetup("n", 1, 1, 16, 512, async_scheduling=True))
     fast = NodeClass("n", 4, 4, replace(GPUS["H100"], flops=2e15), GPUS["H100"].link, 50e9)
     question = asked(generator, DENSE, Cluster((fast,)), tmp_path, "roofline")
-    with pytest.raises(ValueError, match=r"nodes n cannot be written to an engines file: gpu\.flops: H100 is known"):
+    with pytest.raises(ValueError, match=r"nodes n cannot be written to an engines file: gpu\.flops: H100 has 9\.89"):
         engines_text(question, point_of(question, candidate, 1.0), "point.yaml")
     usual = Cluster((replace(fast, gpu=GPUS["H100"]),))
     own = question_of(

@@ -160,7 +160,7 @@ def test_traffic_that_cannot_go_round_is_refused(planned: tuple[Path, Result], t
     (tmp_path / "burst.jsonl").write_text('{"arrival":0,"prompt_tokens":10,"output_tokens":5}\n' * 3)
     run = ("rehearse", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, *LENDER[:2], "--traffic")
     assert_refused(
-        libra(*run, tmp_path / "burst.jsonl"), "burst.jsonl: all its requests arrive at one time", "give two"
+        libra(*run, tmp_path / "burst.jsonl"), "burst.jsonl: all requests arrive at one time", "at two times or more"
     )
     assert_refused(libra(*run, tmp_path / "none.jsonl"), "--traffic: ", "No such file or directory; give a file of")
 

@@ -178,5 +178,5 @@ async def test_a_feed_that_is_full_waits_for_its_own_mirror_and_for_nobody_else(
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 2), (0, 5)])
 def test_a_source_has_chunks_of_its_grid(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=f"chunks {start} to {stop} of 4"):
+    with pytest.raises(ValueError, match=f"chunks from {start} to {stop}: give 0 <= start < stop <= 4"):
         Source(Feed(GRID, EVERYTHING), "run", start, stop)

@@ -230,7 +230,7 @@ def test_lines_name_trajectories_and_are_made_in_parts(tmp_path: Path) -> None:
 
 
 def test_requests_that_did_not_run_are_refused() -> None:
-    with pytest.raises(ValueError, match="a request is waiting: run the cluster"):
+    with pytest.raises(ValueError, match="a request is still waiting: run the cluster"):
         request_columns([request(0, 0, 4, 2)])
     late = Request(0, 2**63, 4, 2)
     late.status = "finished"

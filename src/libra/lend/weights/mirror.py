@@ -62,7 +62,7 @@ class Mirror:
         Raises `WeightUpdateError` if the result does not match the sender's checksum."""
         number = chunk.number
         if not 0 <= number < len(self.grid):
-            raise WeightUpdateError(f"chunk number {number} is not below {len(self.grid)}; the sender has another grid")
+            raise WeightUpdateError(f"chunk {number} is none of {len(self.grid)} chunks; the sender has another grid")
         usable = NOTHING if self._distrusted[number] else self.held
         if not self.wanted[number] or chunk.version <= max(usable, self._staged[number]):
             return False
