@@ -1,4 +1,6 @@
-"""The command: `python -m benchmarks.public [--data DIR] [--json FILE]`.
+"""Prices beside published measurements: memory and pace of engines, and training rates.
+
+    python -m benchmarks.public [--data DIR] [--json FILE]
 
 Exit status 0, whatever is met: the rows say it. Without the data its cases are skipped, with a line.
 """

@@ -25,8 +25,8 @@ def explain(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="Explain the plan after a change: gpus=64, NODES=12 (nodes of a class), or a key of the request, "
-            "such as batch=1024.",
+            help="Explain the plan after a change: gpus=64, gpu=H200, NODES=12 (nodes of a class), or a key of the "
+            "request, such as batch=1024. May be repeated.",
         ),
     ] = None,
     own_split: Annotated[

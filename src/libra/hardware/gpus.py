@@ -1,9 +1,9 @@
 """Records of known GPUs, and of GPUs that a file describes.
 
-Invariant: each number has a source. To add a GPU, add its record here; no other module names GPUs. Speeds are without
-sparsity, which doubles the figures in data sheets. Memory is the figure of the driver, which is less than the data
-sheet's gigabytes by the memory for error correction and the driver. `visible` is PyTorch's figure in public logs of
-vLLM, for H200 an estimate from PyTorch's messages.
+Invariant: each number has a source. To add a GPU, add its record here. Speeds are without sparsity, which doubles the
+figures in data sheets. Memory is the figure of the driver, which is less than the data sheet's gigabytes by the memory
+for error correction and the driver. `visible` is PyTorch's figure in public logs of vLLM, for H200 an estimate from
+PyTorch's messages.
 
 The measured kernel rates are fits of the model in `libra.cost.sources.layer_kernels` to the kernel times of vLLM in
 aiconfigurator-core 0.12 (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S). The fits are over
