@@ -97,7 +97,10 @@ class ClusterConfig(Section):
             )
         given = [device for slot in self.placement for device in slot]
         if len(self.placement) != self.slots or not all(self.placement) or len({*given}) < len(given):
-            raise ValueError(f"placement: give each of the {self.slots} slots devices that no other slot has")
+            raise ValueError(
+                f"placement has {len(self.placement)} lists; give {self.slots}, one for each slot, none empty, and no"
+                " device twice"
+            )
         trains = self.core + self.hybrid
         if len({len(slot) for slot in self.placement[: None if self.hybrid else trains]}) > 1:
             raise ValueError(

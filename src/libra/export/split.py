@@ -173,7 +173,7 @@ def _engines(plan: Plan) -> Iterator[Engines]:
 
 
 def _require_expressible(split: DeviceSplit) -> None:
-    """Raises `ExportError` if the framework does not have such engines."""
+    """Raises `ExportError` if the framework cannot have the split's engines, or its staleness."""
     framework = split.framework
     sizes = sorted({group.tp for group in split.engines})
     pools = {place.pool for group in split.engines for place in group.places}

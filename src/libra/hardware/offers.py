@@ -88,7 +88,8 @@ def _network(gpu: GPU) -> float:
 
 
 def _sizes(nodes: NodeClass, first: int, last: int) -> list[int]:
-    """Numbers of GPUs in whole nodes from `first` to `last`; at most `MOST_SIZES`, in steps of nearly equal ratio."""
+    """Numbers of GPUs in whole nodes from `first` to `last`: all, or if these are more than `MOST_SIZES`, as many in
+    steps of nearly equal ratio."""
     for size in (first, last):
         if size % nodes.gpus:
             raise ValueError(

@@ -226,8 +226,9 @@ class Replanner:
             self._tracker.observe(trajectory)
 
     def lend(self, lenders: Sequence[LendingPool]) -> None:
-        """Set the lenders of the serving pools for the coming period, from the latest traffic forecast. Later decisions
-        use only the device time that this traffic leaves. Raises ValueError if the pools are not the planner's.
+        """Replace the lenders of the planner's serving pools for the coming period. The caller makes `lenders` from the
+        latest traffic forecast. Later decisions use only the device time that this traffic leaves. Raises ValueError
+        if there is no planner, or if the pools are not the planner's.
         """
         if self._planner is None:
             raise ValueError("there is no planner; the site of outlook() has its own lenders")

@@ -71,7 +71,7 @@ def shown_numbers(view: SimulationView) -> list[tuple[str, str]]:
 
 
 def shown_spreads(view: SimulationView) -> list[tuple[str, Spread]]:
-    """(name, spread) of the existing latencies; TTFT once if its two kinds are equal."""
+    """(name, spread) of each latency that has values. If `ttft` and `ttft_prefill` are equal, only `ttft`."""
     found = {key: getattr(view.metrics, key) for key in SPREADS}
     if found["ttft"] == found["ttft_prefill"]:
         del found["ttft_prefill"]

@@ -284,9 +284,12 @@ VIDUR_HEADER = b"arrived_at,num_prefill_tokens,num_decode_tokens\n"
 REFUSED = {
     "a log of unknown format": (
         b'{"colour": "red", "size": 3}\n',
-        "log:1: unknown log format, with 'colour', 'size'",
+        "log:1: unknown log format; the first fields of the entry are 'colour', 'size'",
     ),
-    "a table of unknown format": (b"colour,size\nred,3\n", "log:2: unknown log format, with 'colour', 'size'"),
+    "a table of unknown format": (
+        b"colour,size\nred,3\n",
+        "log:2: unknown log format; the first fields of the entry are 'colour', 'size'",
+    ),
     "requests": (
         b'{"arrival": 0.1, "prompt_tokens": 9, "output_tokens": 2}\n',
         "log:1: a request, not a trajectory: `libra search` and `libra simulate` take such a file as --requests",

@@ -367,7 +367,7 @@ def _probe(kind: DeviceKind) -> Bf16Speed:
         found = answer.read()
     os.waitpid(pid, 0)
     if not found:
-        raise RuntimeError("the test of matrix products did not run on this device")
+        raise RuntimeError("the test of bf16 matrix products failed: the traceback above in this log has the cause")
     return Bf16Speed(**json.loads(found))
 
 

@@ -64,8 +64,8 @@ def qwen_next(fields: Fields) -> Stack:
 
 
 def olmo_hybrid(fields: Fields) -> Stack:
-    """OLMo Hybrid: gated delta networks, by default with as many heads as attention, and attention in each fourth
-    layer."""
+    """OLMo Hybrid: by default attention in each fourth layer, and in the others gated delta networks, with as many key
+    heads as attention has heads."""
     layers, bias, heads = layer_count(fields), fields.flag("attention_bias"), fields.count("num_attention_heads")
     full = attention(fields, qk_norm="layer", qkv_bias=bias, out_bias=bias)
     keys = fields.count("linear_num_key_heads", otherwise=heads)

@@ -70,8 +70,9 @@ class GatedBorrower:
         missed: float = 0.0025,
     ) -> None:
         """Create a borrower. `shortest` is the gate's shortest grant, and `most_tokens` the engine's
-        `max_num_batched_tokens`. `recall` is the rule's recall; None for rules without one. `missed` is the share of
-        steps that may exceed their bound.
+        `max_num_batched_tokens`. `recall` ends the loan when the load leaves the rule's envelope, and resumes it
+        after a quiet time; None for rules that do not recall the device. `missed` is the share of steps that may exceed
+        their bound.
         """
         facts = token.about()
         self._token, self._rule, self._recall, self._device = token, rule, recall, device

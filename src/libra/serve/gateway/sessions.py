@@ -74,8 +74,8 @@ class Sessions:
 
 
 def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
-    """The field of a request that names its trajectory, otherwise None. A missing tool return is taken from the
-    messages."""
+    """The request's `libra` field, or one made from a session header or `session_id`; None if nothing names the
+    trajectory. If the field has no tool return, it is taken from the messages."""
     if (given := body.libra) is not None:
         if given.tool is None:
             given.tool = body.returned()

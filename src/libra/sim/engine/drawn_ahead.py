@@ -2,8 +2,8 @@
 are known.
 
 Invariant: a request is scheduled as if all its drafts in flight are accepted. For `max_model_len` and for blocks, all
-these drafts count as part of its context, and the request keeps the blocks. Only accepted drafts count as computed, and
-become tokens. Drafts in flight are vLLM's `num_output_placeholders`.
+these drafts count as part of its context. The request also keeps the blocks of drafts that are then rejected. Only
+accepted drafts count as computed, and become tokens. Drafts in flight are vLLM's `num_output_placeholders`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Single blocks of KV cache groups: blocks that a request holds, and blocks that other requests can find.
 
-Invariant: a block with an owner can be found by its context's tokens up to the end of the block. If several blocks have
-the same tokens, a lookup finds the oldest.
+Invariant: a lookup finds a block with an owner by all tokens from the start of its context to the end of the block. If
+several blocks have the same such tokens, it finds the oldest.
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ def require_own(entry: LogEntry) -> None:
             " --requests; give a log of trajectories here"
         )
     if not _OWN & set(entry.fields):
-        names = ", ".join(repr(name)[:40] for name in [*entry.fields][:_SHOWN]) or "no field"
+        names = ", ".join(repr(name)[:40] for name in [*entry.fields][:_SHOWN])
+        first = f"the first fields of the entry are {names}" if names else "the entry has no field"
         raise TrajectoryFormatError(
-            f"{entry.where}: unknown log format, with {names}; `libra trace formats` lists the known formats"
+            f"{entry.where}: unknown log format; {first}; `libra trace formats` lists the known formats"
         )
 
 
