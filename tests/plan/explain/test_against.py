@@ -84,5 +84,5 @@ def test_plans_without_two_sides_are_refused(plan: Plan) -> None:
     colocated = Planner(CLUSTER, QWEN_06B, RECIPE.model_copy(update={"mode": "colocated", "staleness": 0}))
     with pytest.raises(ConfigError, match="in a colocated plan, all GPUs train and generate"):
         against(colocated.plan(CLASSES), OwnSplit(8, 8))
-    with pytest.raises(ValueError, match="the plan is for slots of one machine"):
+    with pytest.raises(ValueError, match="this plan is for the slots of one machine"):
         against(make_plan(small_request.REQUEST), OwnSplit(1, 3))
