@@ -53,8 +53,8 @@ class BlockPool:
         """Owners of the blocks in the context of a request or a chain, in units of `unit` tokens. A block that shares
         only its first tokens with the parent's block belongs to the child."""
         link = context if isinstance(context, Chain) else context.chain
-        if link is None or link.parent is None:
-            return ((link or context, 0, _END),)
+        if link is None:
+            return ((context, 0, _END),)
         path: list[tuple[Owner, int, int]] = []
         end = _END
         while link is not None:
