@@ -323,7 +323,9 @@ def test_a_plan_of_slots_is_refused() -> None:
     settings = load_config(EXAMPLES / "calculator.yaml")
     evidence = gather(settings, list(read_trajectories(EXAMPLES / "trajectories.jsonl")))
     plan = make_plan(request_from(settings, evidence, load_profile(EXAMPLES / "profile_2_cores.json")))
-    with pytest.raises(ValueError, match="system s: this plan is for the slots of one machine, but a plan for a cluster"):
+    with pytest.raises(
+        ValueError, match="system s: this plan is for the slots of one machine, but a plan for a cluster"
+    ):
         run(System("s", plan, LeastLoaded), agents(GROUP), 1)
 
 
