@@ -85,7 +85,7 @@ def _table(runs: Runs, setting: Setting) -> Table:
 
 
 def _over(runs: Runs, setting: Setting, system: str, what: str) -> Estimate:
-    """What ours has over what the system has."""
+    """The value of `ours` divided by the value of the other system."""
     return runs.ratio(key(setting, "ours"), key(setting, system), what)
 
 

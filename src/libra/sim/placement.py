@@ -1,6 +1,6 @@
 """Placement of requests on the engines in service, by a routing policy.
 
-Invariant: a policy is told each tool return and each end of a request once, and sees only engines in service.
+Invariant: a policy gets each tool return and each end of a request once, and sees only engines in service.
 """
 
 from __future__ import annotations
